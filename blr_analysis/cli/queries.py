@@ -78,18 +78,20 @@ def check_query(query: str, task: Task, *, name: str = "remove") -> None:
 
     from blr_analysis.sensitivity.selection import (
         RESERVED,
-        SEVERAL,
+        RESERVED_PREFIXES,
         check_comparison,
         meant,
         rows_of_query,
     )
 
     check_comparison(query, name)
-    if any(column in RESERVED or column.startswith(SEVERAL) for column in task.metadata):
+    if any(column in RESERVED or column.startswith(RESERVED_PREFIXES) for column in task.metadata):
         return  # the scores' table renames these metadata; their names are not known yet
     computed = {*RESERVED} - {"index"}
     words = WORD.findall(query)
-    score_columns = {word for word in words if word in computed or word.startswith(SEVERAL)}
+    score_columns = {
+        word for word in words if word in computed or word.startswith(RESERVED_PREFIXES)
+    }
     zeros = dict.fromkeys({*RESERVED, *score_columns}, 0.0)
     table = pd.DataFrame({**task.metadata, **zeros, "index": range(task.n_data)})
     values = {column: table[column].tolist() for column in table}

@@ -1,12 +1,12 @@
-"""Which inputs to label next: those whose labels would tell the posterior most.
+"""Which inputs to label next: those whose labels would teach the posterior most.
 
     information    ½ log det(I + Lᵢᵀ Vᵢ Lᵢ),    Λᵢ = Lᵢ Lᵢᵀ,  Vᵢ = Jᵢ Σ Jᵢᵀ
     variance       tr Mᵢ Vᵢ Mᵢᵀ,                 Mᵢ = ∂E[y]/∂f
 
-A label that came would be a site of the posterior, with precision Jᵢᵀ Λᵢ Jᵢ: leaving out with the
-sign turned. So each input is chosen after the sites of those before it were added, and inputs that
-would tell the same are not chosen twice. Σ is that of draws θ_s ~ q, so that Vᵢ is made of the
-moves Jᵢ (θ_s − m) of the outputs; what the labels add, S × S, is kept among the draws.
+A new label adds a site of precision Jᵢᵀ Λᵢ Jᵢ to the posterior; it is leave-one-out with the other
+sign. Each input is chosen after the sites of the inputs before it were added, so that the chosen
+inputs do not repeat each other. Σ is estimated from S draws θ_s ~ q: Vᵢ is computed from the moves
+Jᵢ (θ_s − m) of the outputs, and a site changes how the S draws are combined.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from blr_analysis.progress import track
 from blr_analysis.task import Task
 
 WAYS = ("information", "variance")
-STEP = 0.05  # of a draw's distance: moves of the outputs by a difference, close to linear
-MOST_NUMBERS = 2**27  # inputs times outputs times draws that are held, three times
+STEP = 0.05  # of a draw's distance from the mean; so short that outputs change almost linearly
+MOST_NUMBERS = 2**27  # inputs · outputs · draws; three tensors of this size are in memory
 
 
 @torch.inference_mode(False)  # also where the caller switched it on
@@ -41,26 +41,27 @@ def acquire(
 ) -> Tensor:
     """The ``k`` inputs to label next, ``[k]`` indices, the first one first.
 
-    Costs ``draws`` forward passes over the inputs.
+    It takes ``draws`` forward passes over the inputs.
 
     Args:
-        task: the model with inputs that have no labels (``Task(model, X)``), or whose labels are
-            not looked at.
-        posterior: learned on what is labelled so far.
-        k: how many.
-        by: "information", in nats, what a label would tell of the weights; or "variance" of the
-            mean prediction. Of sequences and images, as :meth:`blr_analysis.Posterior.predict`
-            gives it, summed over tokens or pixels, each input by itself.
-        draws: networks drawn from the posterior, two or more.
-        seed: of those.
+        task: the model, with inputs without labels (``Task(model, X)``); labels are ignored.
+        posterior: learned on the examples that have labels.
+        k: the number of inputs to choose.
+        by: "information", the nats that a label would tell about the weights; or "variance", that
+            of the mean prediction. For sequences and images these are the numbers of
+            :meth:`blr_analysis.Posterior.predict`, summed over tokens or pixels, and every input is
+            scored by itself.
+        draws: the number of networks that are drawn from the posterior, two or more.
+        seed: of the draws.
 
     Raises:
-        InputError: more than there are, an unknown word, a single draw, more numbers than memory
-            should hold.
-        PosteriorError, ModelError, DataError: as :meth:`blr_analysis.Posterior.predict`.
+        InputError: ``k`` is above the number of inputs, ``by`` is unknown, there is a single draw,
+            or the moves take too much memory.
+        PosteriorError, ModelError, DataError: the errors of
+            :meth:`blr_analysis.Posterior.predict`.
 
-    Source: MacKay, "Information-based objective functions for active data selection", 1992; in
-    batches as Kirsch et al., "BatchBALD", NeurIPS 2019. ``python -m benchmarks.acquire`` compares
+    Source: MacKay, "Information-based objective functions for active data selection", 1992;
+    batches: Kirsch et al., "BatchBALD", NeurIPS 2019. ``python -m benchmarks.acquire`` compares
     it with labels chosen at random.
 
     Example:
@@ -83,29 +84,33 @@ def acquire(
     q = posterior.on(task, same_data=False).as_drawn
     generator = torch.Generator().manual_seed(seed)
     if task.likelihood.is_sequence:
-        return _by_themselves(task, posterior, k, by, draws, generator)
-    return _one_after_the_other(_moves(task, q, draws, generator), k, by)
+        return _best_sequences(task, posterior, k, by, draws, generator)
+    return _greedy_choice(_moves(task, q, draws, generator), k, by)
 
 
-def _by_themselves(
+def _best_sequences(
     task: Task, q: Posterior, k: int, by: str, draws: int, generator: torch.Generator
 ) -> Tensor:
-    """The first by the sum over their tokens."""
-    found = q.predict(task, draws, generator=generator)
-    if found.example is None or found.information is None or found.variance is None:
-        raise InputError(f"acquire: {found.note}; give fewer inputs")
-    of_tokens = found.information if by == "information" else found.variance.sum(-1)
-    totals = torch.zeros(task.n_data, dtype=of_tokens.dtype)
-    totals = totals.index_add(0, found.example, of_tokens)
+    """The k sequences with the largest sums over their tokens."""
+    prediction = q.predict(task, draws, generator=generator)
+    information = prediction.information
+    variance = prediction.variance
+    if prediction.example is None or information is None or variance is None:
+        raise InputError(f"acquire: {prediction.note}; give fewer inputs")
+    token_scores = information if by == "information" else variance.sum(-1)
+    totals = torch.zeros(task.n_data, dtype=token_scores.dtype)
+    totals = totals.index_add(0, prediction.example, token_scores)
     return totals.argsort(descending=True, stable=True)[:k]
 
 
 class Moves(NamedTuple):
-    """How each input's prediction moves with the weights, ``[N, C, S]`` each, over √S.
+    """How each input's prediction moves with S draws of the weights; divided by √S.
+
+    Sums over draws of squares are then variances under the posterior.
 
     Attributes:
-        information: Lᵢᵀ Jᵢ (θ_s − m): of the outputs, in units of what a label tells of them.
-        prediction: Mᵢ Jᵢ (θ_s − m): of the mean prediction.
+        information: Lᵢᵀ Jᵢ (θ_s − m) ``[N, K, S]``, the outputs in units of a label's noise.
+        prediction: Mᵢ Jᵢ (θ_s − m) ``[N, C, S]``, the mean prediction.
     """
 
     information: Tensor
@@ -113,6 +118,7 @@ class Moves(NamedTuple):
 
 
 def _moves(task: Task, q: Posterior, draws: int, generator: torch.Generator) -> Moves:
+    """The moves of all inputs, by difference quotients at points near the mean."""
     likelihood = scored_by(task.likelihood)
     outputs = _outputs(task, {**q.mean, **q.buffers})
     if outputs.numel() * draws > MOST_NUMBERS:
@@ -121,37 +127,40 @@ def _moves(task: Task, q: Posterior, draws: int, generator: torch.Generator) -> 
             "to hold; give some of the inputs, or fewer draws"
         )
     mean = likelihood.mean(outputs)
-    of_outputs: list[Tensor] = []
-    of_predictions: list[Tensor] = []
+    output_moves: list[Tensor] = []
+    prediction_moves: list[Tensor] = []
     for _ in track(range(draws), total=draws, label="acquire", show=task.progress):
         draw = q.sample(generator=generator)
         near = {name: m + STEP * (draw[name] - m) for name, m in q.mean.items()}
-        moved = _outputs(task, {**near, **q.buffers})
-        of_outputs.append((moved - outputs) / STEP)
-        of_predictions.append((likelihood.mean(moved) - mean) / STEP)
+        outputs_near = _outputs(task, {**near, **q.buffers})
+        output_moves.append((outputs_near - outputs) / STEP)
+        prediction_moves.append((likelihood.mean(outputs_near) - mean) / STEP)
     scale = (q.temperature / draws) ** 0.5
     root = _root(likelihood, outputs)
     return Moves(
-        root.mT @ (scale * torch.stack(of_outputs, -1)),
-        scale * torch.stack(of_predictions, -1),
+        information=root.mT @ (scale * torch.stack(output_moves, -1)),
+        prediction=scale * torch.stack(prediction_moves, -1),
     )
 
 
 def _outputs(task: Task, params: dict[str, Tensor]) -> Tensor:
-    """``[N, C]``, labels or none."""
+    """The outputs of all inputs ``[N, C]``, with or without labels."""
+    outputs = []
     with torch.no_grad(), task.evaluation():
-        parts = [task.predicted(batch, params, i)[0].cpu() for i, batch in task.batches()]
-    return torch.cat(parts)
+        for indices, batch in task.batches():
+            outputs_of_batch, _ = task.predicted(batch, params, indices)
+            outputs.append(outputs_of_batch.cpu())
+    return torch.cat(outputs)
 
 
 def _root(likelihood: Likelihood, outputs: Tensor) -> Tensor:
-    """L, ``[N, C, K]``, of labels that the model itself would give."""
+    """L ``[N, C, K]`` with Λ = L Lᵀ, for labels that the model itself predicts."""
     labels = likelihood.sample(outputs, torch.Generator().manual_seed(0))
     return likelihood.hessian_root(outputs, labels)
 
 
-def _one_after_the_other(moves: Moves, k: int, by: str) -> Tensor:
-    """Each the best once the labels of those before it are there."""
+def _greedy_choice(moves: Moves, k: int, by: str) -> Tensor:
+    """k inputs: each is the best one given labels for the inputs before it."""
     information, prediction = moves
     chosen: list[int] = []
     for _ in range(k):
@@ -162,19 +171,24 @@ def _one_after_the_other(moves: Moves, k: int, by: str) -> Tensor:
         scores[chosen] = -torch.inf
         best = int(scores.argmax())
         chosen.append(best)
-        information, prediction = _with_label(information[best], information, prediction)
+        site = information[best]
+        information = _with_label(site, information)
+        prediction = _with_label(site, prediction)
     return torch.tensor(chosen)
 
 
 def _log_det(a: Tensor) -> Tensor:
-    """log det(I + A Aᵀ) of every input, ``[N]``, from the smaller of both sides."""
+    """log det(I + A Aᵀ) of every input ``[N]``, by the smaller of A Aᵀ and Aᵀ A."""
     gram = a @ a.mT if a.shape[1] <= a.shape[2] else a.mT @ a
     return torch.linalg.slogdet(torch.eye(gram.shape[-1]).to(gram) + gram).logabsdet
 
 
-def _with_label(site: Tensor, *moves: Tensor) -> list[Tensor]:
-    """The moves once an input has its label, whose own are ``site`` ``[C, S]``: times the root of
-    (I + aᵀ a)⁻¹, by the singular values of a."""
-    _, values, directions = torch.linalg.svd(site, full_matrices=False)
-    shrinkage = 1 - (1 + values.square()).rsqrt()
-    return [move - (move @ directions.mT * shrinkage) @ directions for move in moves]
+def _with_label(site: Tensor, moves: Tensor) -> Tensor:
+    """The moves under the posterior with one more label, M (I + Aᵀ A)^(−½).
+
+    A is ``site`` ``[K, S]``, the moves of the labelled input. The root is computed from A's
+    singular values.
+    """
+    _, singular_values, directions = torch.linalg.svd(site, full_matrices=False)
+    shrinkage = 1 - (1 + singular_values.square()).rsqrt()
+    return moves - (moves @ directions.mT * shrinkage) @ directions

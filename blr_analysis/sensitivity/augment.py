@@ -1,7 +1,8 @@
-"""What a training drew of its inputs: crops, flips, masks, noise.
+"""Augmented inputs of a training by a recipe: crops, flips, masks, noise.
 
-An analysis reads examples that stand still; a training by a recipe reads them as it drew them, by a
-function of a minibatch's inputs or by a data set that draws each example when it is read.
+An analysis reads examples without augmentation. A training by a recipe reads them with it: by a
+function that changes a minibatch's inputs, or from a data set that augments an example when it is
+read.
 """
 
 from __future__ import annotations
@@ -19,39 +20,42 @@ from blr_analysis.task import Task
 
 
 def drawing(part: Task, home: Task, recipe: Recipe) -> Task:
-    """The same examples, read as the recipe's training draws them.
+    """The task ``part`` with inputs augmented as in the recipe's training.
 
     Args:
-        part: examples of ``home``, some of them with other labels, or added ones.
+        part: examples of ``home``, possibly with other labels, or examples that are added to it.
+        home: the task that the recipe trains.
+        recipe: its ``augment`` is None, a function, or a data set.
 
     Raises:
-        InputError: added examples, where ``augment`` is a data set that does not hold them.
+        InputError: examples are added, and ``augment`` is a data set that does not hold them.
     """
     augment = recipe.augment
     if augment is None:
         return part
     examples = part.examples
-    relabelled = isinstance(part.dataset, Labelled)
+    is_relabelled = isinstance(part.dataset, Labelled)
     if callable(augment):
 
         def collate(items: list[Any]) -> Any:
-            return _changed(examples.collate(items), augment, relabelled)
+            batch = examples.collate(items)
+            if not is_relabelled:
+                return _augmented(batch, augment)
+            original, new_targets = batch
+            return _augmented(original, augment), new_targets
 
         return part.reading(replace(examples, collate=collate))
     dataset = augment.dataset if isinstance(augment, DataLoader) else augment
-    if relabelled:
-        items, targets = part.dataset.datasets
-        dataset = Labelled(Subset(dataset, items.indices), targets)
+    if is_relabelled:
+        chosen, new_targets = part.dataset.datasets
+        dataset = Labelled(Subset(dataset, chosen.indices), new_targets)
     elif part.dataset is not home.dataset:
         raise InputError("augment= is a data set without the added examples; give a function")
     return part.reading(replace(examples, dataset=dataset))
 
 
-def _changed(batch: Any, augment: Callable[[Any], Any], relabelled: bool) -> Any:
-    """A batch with the inputs that ``augment`` makes of its own."""
-    if relabelled:
-        inside, targets = batch
-        return _changed(inside, augment, False), targets
+def _augmented(batch: Any, augment: Callable[[Any], Any]) -> Any:
+    """The batch with augmented inputs and its own labels."""
     with told_as(InputError, "the recipe's augment failed on a minibatch's inputs"):
         if isinstance(batch, Mapping):
             inputs = {name: value for name, value in batch.items() if name != "labels"}

@@ -1,4 +1,4 @@
-"""Whether predictions agree with their own targets more than chance has it."""
+"""Whether predictions agree with their targets more often than chance would."""
 
 from __future__ import annotations
 
@@ -9,40 +9,43 @@ from blr_analysis.backprop.loss import Evaluation
 
 
 def agreement_beyond_chance(evaluation: Evaluation, predictions: Tensor, targets: Tensor) -> float:
-    """How much more often predictions agree with their own targets than with those of others;
-    of regression their covariance with the targets, which is 0 of shuffled ones."""
+    """The excess of agreement over chance; about 0 if predictions know nothing of the targets.
+
+    For classes it is the share of examples whose prediction is the target, less the share expected
+    of shuffled targets. For regression it is the sum of covariances of predictions and targets.
+    """
     if evaluation.correct is None:
         return _covariance(predictions, targets)
-    has_shares = targets.ndim == 2 and targets.shape[1] > 1 and predictions.ndim == 1
-    classes = targets.argmax(1) if has_shares else targets
+    is_probability_targets = targets.ndim == 2 and targets.shape[1] > 1 and predictions.ndim == 1
+    classes = targets.argmax(1) if is_probability_targets else targets
     counts = ~evaluation.correct.isnan()
-    answers = _labels(predictions)[counts]
-    truth = _labels(classes)[counts]
+    predicted_labels = _label_columns(predictions)[counts]
+    true_labels = _label_columns(classes)[counts]
+    agreement = (predicted_labels == true_labels).double().mean()
     by_chance = []
-    for label in range(answers.shape[1]):
-        by_chance.append(_chance_of_agreement(answers[:, label], truth[:, label]))
-    agreement = (answers == truth).double().mean()
+    for predicted, true in zip(predicted_labels.T, true_labels.T, strict=True):
+        by_chance.append(_chance_of_agreement(predicted, true))
     return float(agreement - torch.stack(by_chance).mean())
 
 
-def _labels(values: Tensor) -> Tensor:
-    """Whole numbers, a column for each label, ``[N, L]``."""
+def _label_columns(values: Tensor) -> Tensor:
+    """Whole numbers ``[N, L]``, with a column for each of L labels of an example."""
     return values.long().reshape(len(values), -1)
 
 
-def _chance_of_agreement(answers: Tensor, truth: Tensor) -> Tensor:
-    """Σ_c of the shares of class c in both."""
-    n_classes = int(max(answers.max(), truth.max())) + 1
-    answer_shares = torch.bincount(answers, minlength=n_classes) / len(answers)
-    true_shares = torch.bincount(truth, minlength=n_classes) / len(truth)
-    return (answer_shares * true_shares).sum()
+def _chance_of_agreement(predicted: Tensor, true: Tensor) -> Tensor:
+    """Σ_c of (share of predictions of class c) · (share of targets of class c)."""
+    n_classes = int(max(predicted.max(), true.max())) + 1
+    predicted_shares = torch.bincount(predicted, minlength=n_classes) / len(predicted)
+    true_shares = torch.bincount(true, minlength=n_classes) / len(true)
+    return (predicted_shares * true_shares).sum()
 
 
 def _covariance(predictions: Tensor, targets: Tensor) -> float:
-    """Σ_i of the products of their distances from their means; 0 where shapes differ."""
-    answers = predictions.double().reshape(len(predictions), -1)
-    truth = targets.double().reshape(len(targets), -1)
-    if answers.shape != truth.shape:
+    """Σ_i (prediction − mean prediction) · (target − mean target); 0 where shapes differ."""
+    predictions = predictions.double().reshape(len(predictions), -1)
+    targets = targets.double().reshape(len(targets), -1)
+    if predictions.shape != targets.shape:
         return 0.0
-    products = (answers - answers.mean(0)) * (truth - truth.mean(0))
+    products = (predictions - predictions.mean(0)) * (targets - targets.mean(0))
     return float(products.sum())

@@ -1,11 +1,12 @@
-"""Whether trainings by a recipe end where the model's own training ended.
+"""Whether trainings by a recipe end at the same loss as the model's own training.
 
-With L the mean training loss of the model, L_s those that trainings of other seeds end at, their
-mean M and s the standard error of M − L over the examples, it is another training where
+Let L be the mean training loss of the model, L_s the losses at the end of trainings with other
+seeds, M their mean, and s the standard error of M − L over the examples. The recipe describes
+another training if
 
     |M − L| > max(2 (max_s L_s − min_s L_s), 3 s, (ROUGH + changed) · max(M, L))
 
-``changed`` is the share of the data that the trainings had otherwise.
+``changed`` is the share of the data that was different in these trainings.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-ROUGH = 0.1  # of a loss, by which trainings may differ before a second seed is asked
-SEEDS = 2.0  # times the distance of two seeds
+ROUGH = 0.1  # share of a loss by which trainings may differ before a second seed is trained
+SEEDS = 2.0  # times the spread between seeds
 ERRORS = 3.0  # standard errors over the examples
 
 
@@ -27,13 +28,16 @@ def ending_note(
     changed: float = 0.0,
     another: Callable[[], Tensor] | None = None,
 ) -> str:
-    """One line where the recipe's trainings end at another loss than the model's; "" elsewhere.
+    """One line that says that the recipe's trainings end at another loss than the model's.
+
+    It is "" where they end at the same loss.
 
     Args:
         model_losses: losses ``[M]`` of training examples at the model's weights.
-        trainings: their losses where each training ended.
-        changed: the share of the data that was not the same in these trainings.
-        another: a training of one more seed, asked where a single one ended elsewhere.
+        trainings: losses ``[M]`` of the same examples at the end of each training.
+        changed: the share of the data that was different in these trainings.
+        another: trains one more seed and returns its losses; called where a single training
+            ended at another loss.
 
     >>> own = torch.full((100,), 0.2)
     >>> ending_note(own, [own + 0.3, own + 0.31])

@@ -1,13 +1,13 @@
-"""What each training example's prediction would have been without it.
+"""The prediction of each training example by a model that was trained without it.
 
     first order   f_i^{\\i} = f_i + τ V_i ē_i
     cavity        f_i^{\\i} = f_i + (I − τ V_i Λ_i)⁻¹ τ V_i ē_i
 
-ē_i is averaged over the posterior's run, τ its temperature. At a minimum, where
-ē_i is the error and τ is 1, structures that hold the whole curvature take the cavity form: it takes
-the example's own share out of the posterior as well. For linear regression it is Cook's formula,
-and the mean squared error is PRESS, exactly. Averaged over the data the left-out losses estimate
-the loss on new data from the training data alone.
+ē_i is the error, averaged over the posterior's run, and τ is the posterior's temperature. At a
+minimum ē_i is the final error and τ is 1. There, structures that contain the whole curvature use
+the cavity form, which also removes the example's curvature from the posterior. For linear
+regression the cavity is exact: it is Cook's formula, and the mean squared error is PRESS. The mean
+of left-out losses estimates the loss on new data from the training data alone.
 """
 
 from __future__ import annotations
@@ -38,28 +38,29 @@ def leave_one_out(
 
     Args:
         task: the model and the data it was trained on.
-        posterior: learned on those data. A fitted probabilistic model of
-            :mod:`blr_analysis.learning_rule.inference` keeps its data and stands alone,
+        posterior: learned on those data; or a list of the posteriors of several runs, whose mean
+            move is added to the outputs of the last run. A fitted probabilistic model of
+            :mod:`blr_analysis.learning_rule.inference` has its data and needs no task,
             ``leave_one_out(fitted)`` or ``leave_one_out(None, fitted)``: its sites are subtracted.
-            A list of those of several runs: the mean of their moves, from the last one's outputs.
-        correction: "first_order", "cavity", or "auto": at a minimum the cavity for structures that
-            bear it ("full", "lowrank"), else first order. Where the leverage is too close to 1 for
-            the cavity, the row is "bounded"; the table's ``correction`` column says so.
-        refine: how many examples, those whose loss is estimated to change most, are left out by
-            quasi-Newton moves on the others and a real forward pass instead, some 12 passes over
-            the data each: rows "descent". For a model at the minimum of its own objective.
+        correction: "first_order", "cavity", or "auto": the cavity at a minimum for structures with
+            the whole curvature ("full", "lowrank"), else first order. Where the leverage is too
+            close to 1 for the cavity, the correction is "bounded". The table's column
+            ``correction`` says which one each example has.
+        refine: for so many examples, those whose loss is estimated to change most, a descent on the
+            other examples and a forward pass replace the formula ("descent"). Each takes about 12
+            passes over the data. For a model at the minimum of its own objective.
 
     Returns:
-        The left-out predictions; of sequences (likelihood "tokens", "causal_lm") and of a sum of
-        sites the losses alone.
+        The left-out predictions; for sequences (likelihood "tokens", "causal_lm") and sums of sites
+        only losses.
 
     Raises:
-        InputError: an unknown correction, the cavity or refinement of sequences, ``refine`` out of
-            range or of several posteriors.
-        PosteriorError, ModelError, DataError: as :func:`blr_analysis.sensitivity`.
+        InputError: the correction is unknown, sequences have no cavity and no refinement, or
+            ``refine`` is out of range or for several posteriors.
+        PosteriorError, ModelError, DataError: the errors of :func:`blr_analysis.sensitivity`.
 
-    Source: Nickl et al., NeurIPS 2023, Eq. 12 (first order); Cook, 1977 (cavity). Beyond
-    the bound see :mod:`blr_analysis.sensitivity.corrections`.
+    Source: Nickl et al., NeurIPS 2023, Eq. 12 (first order); Cook, 1977 (cavity). For "bounded" see
+    :mod:`blr_analysis.sensitivity.corrections`.
 
     Example:
         >>> import torch, blr_analysis as blr

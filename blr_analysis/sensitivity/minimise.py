@@ -1,16 +1,16 @@
-"""The weights that minimise an objective F, by quasi-Newton moves from where a model stands.
+"""Minimise an objective F by quasi-Newton moves, from a model's present weights.
 
     d = −H ∇F(θ),   H the limited-memory BFGS matrix that starts from M⁻¹
 
-with M the precision of a posterior, then a line search on real forward passes, so that F never
-rises (but for rounding). Each move costs one pass over the data. On a quadratic F the directions
-are those of conjugate gradients preconditioned by M (Nazareth, 1979); elsewhere a move looks at the
-true gradient twice as often as a Gauss–Newton step does, which is what counts where the loss falls
-off exponentially, as it does for the logit of a class that is gone.
+M is the precision of a posterior. A line search follows; it evaluates F, so that F never rises (but
+for rounding). Each move takes one pass over the data. On a quadratic F the directions are those of
+conjugate gradients preconditioned by M (Nazareth, 1979). On other F a pass gives a new gradient,
+where a Gauss–Newton step needs two; that counts where the loss falls off exponentially, as for the
+logit of a class that was removed.
 
-From the trained weights to those that changed data would have given, M is the learned posterior's.
-To train a model to its optimum M is fitted anew every few moves: the first one after that is a
-Gauss–Newton step.
+* To go from trained weights to those of changed data, M is the precision of the posterior.
+* To train a model to its optimum, M is fitted anew every few moves. The first move after a fit is a
+  Gauss–Newton step.
 """
 
 from __future__ import annotations
@@ -29,27 +29,32 @@ from blr_analysis.posterior.structures import Structure, Tree
 from blr_analysis.sensitivity.objective import Objective, Point, whole
 from blr_analysis.task import Task
 
-SERVES = 20  # moves that a fitted posterior serves, in training
-STILL = 0.9  # of the residual before: moves that leave more of it have not got on …
-LEVEL = 1e-3  # … if F fell by less than this share of it, too
-MEMORY = 20  # moves, with the change of the gradient along each, that a move remembers
-SUFFICIENT = 1e-4  # of the decrease that the slope promises (Armijo)
-LESS = 0.9  # of the slope along a move, at its end
-NOTHING = 1e-14  # nats
-HALVINGS = 12
+MOVES_PER_FIT = 20  # of a training, until M is fitted anew
+# A training gives up when the moves of a fit leave more than this share of the residual, and lower
+# F by less than this share of it.
+STUCK_RESIDUAL = 0.9
+STUCK_DECREASE = 1e-3
+MEMORY = 20  # pairs of a move and the gradient's change that BFGS uses
+SUFFICIENT = 1e-4  # share of the decrease that the slope promises (Armijo's condition)
+FLATTER = 0.9  # share of the slope that may be left at the end of a move of level F
+NOTHING = 1e-14  # nats, a decrement that counts as 0
+TRIALS = 12  # of the line search
+SHORTEST_CUT = 0.1  # of a step, by which the next trial may be shorter at most
 
 
 @dataclass
 class Descent:
-    """Where the descent stands; :meth:`move` and :meth:`run` go on.
+    """The state of a descent, which :meth:`move` and :meth:`run` continue.
 
     Attributes:
-        point: the present weights with F and its gradient there.
-        passes: over the data, one for F with its gradient.
-        decrements: ½ ∇Fᵀ M⁻¹ ∇F at the start and after every accepted move: the decrease of F in
-            nats that the posterior expects of the next.
-        stalled: no step along the last direction lowered F (as far as rounding lets one see).
-        enough: the share of the first decrement that may be left.
+        data: the objective F.
+        preconditioner: the precision M.
+        point: the present weights with F and its gradient.
+        passes: the number of passes over the data so far; each gives F with its gradient.
+        decrements: ½ ∇Fᵀ M⁻¹ ∇F at the start and after every move: the decrease of F, in nats, that
+            the posterior expects from the next move.
+        stalled: whether no step along the last direction lowered F by more than rounding.
+        enough: the descent ends when the decrement is this share of the first one.
     """
 
     data: Objective
@@ -62,20 +67,25 @@ class Descent:
     _pairs: list[tuple[Tree, Tree, float]] = field(default_factory=list)  # s, y and sᵀy
 
     def __post_init__(self) -> None:
-        self._note()
+        self._append_decrement()
 
     @property
     def converged(self) -> bool:
-        """Whether next to nothing is left to gain: of what there was at the start, no more than
-        ``enough`` or one unit in the last place, or, where no step along the last direction
-        lowered F, a decrease that rounding hides in F."""
-        left, first = self.decrements[-1], self.decrements[0]
-        if left <= max(max(self._eps, self.enough) * first, NOTHING):
+        """Whether almost nothing is left to gain.
+
+        The decrement is then a share ``enough`` of the first one, or rounding error of it. In a
+        stalled descent it is also enough that rounding of F hides the decrement.
+        """
+        first = self.decrements[0]
+        decrement = self.decrements[-1]
+        if decrement <= max(max(self._eps, self.enough) * first, NOTHING):
             return True
-        return self.stalled and left <= 1e2 * self._eps * max(1.0, abs(self.point.value))
+        hidden_by_rounding = 1e2 * self._eps * max(1.0, abs(self.point.value))
+        return self.stalled and decrement <= hidden_by_rounding
 
     @property
     def _eps(self) -> float:
+        """The relative rounding error of the weights' dtype."""
         return torch.finfo(next(iter(self.point.params.values())).dtype).eps
 
     def run(self, passes: float) -> None:
@@ -84,8 +94,11 @@ class Descent:
             self.move()
 
     def move(self) -> None:
-        """One quasi-Newton step; the first is the posterior's own, and so is the next where the
-        memory has led nowhere."""
+        """Make one quasi-Newton step.
+
+        The first step is that of the preconditioner alone. A step that stalls is repeated with it
+        alone, after BFGS has forgotten its pairs.
+        """
         self._search(self._direction())
         if self.stalled and self._pairs and not self.converged:
             self._pairs = []
@@ -93,71 +106,80 @@ class Descent:
             self._search(self._direction())
 
     def _direction(self) -> Tree:
-        """−H ∇F."""
+        """The direction −H ∇F of the next move."""
         return scaled(self._inverse_hessian(self.point.gradient), -1.0)
 
     def _inverse_hessian(self, v: Tree) -> Tree:
-        """H v by the two-loop recursion (Nocedal, 1980), from M⁻¹ scaled to the last pair."""
+        """H v by the two-loop recursion (Nocedal, 1980), from M⁻¹ scaled to the last pair.
+
+        A pair is a move s and the gradient's change y along it; ``along`` is sᵀy.
+        """
         r = dict(v)
         coefficients: list[float] = []
         for s, y, along in reversed(self._pairs):
-            a = dot(s, r) / along
-            coefficients.append(a)
-            r = add(r, -a, y)
+            coefficient = dot(s, r) / along
+            coefficients.append(coefficient)
+            r = add(r, -coefficient, y)
         r = self.preconditioner.solve(r)
         if self._pairs:
             _, y, along = self._pairs[-1]
             r = scaled(r, along / dot(y, self.preconditioner.solve(y)))
-        for (s, y, along), a in zip(self._pairs, reversed(coefficients), strict=True):
-            r = add(r, a - dot(y, r) / along, s)
+        for (s, y, along), coefficient in zip(self._pairs, reversed(coefficients), strict=True):
+            r = add(r, coefficient - dot(y, r) / along, s)
         return r
 
     def _search(self, direction: Tree) -> None:
-        """Go along the direction as far as F falls; F and its gradient are taken together."""
+        """Move to the first trial point along the direction at which F falls; else stall."""
         slope = dot(self.point.gradient, direction)
         if not slope < 0:
             self.stalled = True
             return
         size = 1.0
-        for _ in range(HALVINGS):
+        for _ in range(TRIALS):
             point = self._at(add(self.point.params, size, direction))
-            rise = math.inf if point is None else point.value - self.point.value
-            if point is not None and self._falls(point, direction, size, slope):
-                self._go(scaled(direction, size), point)
+            if point is None:
+                size = SHORTEST_CUT * size
+            elif self._falls(point, direction, size, slope):
+                self._accept(scaled(direction, size), point)
                 return
-            size = _shorter(size, rise, slope)
+            else:
+                rise = point.value - self.point.value
+                size = _shorter(size, rise, slope)
         self.stalled = True
 
     def _falls(self, point: Point, direction: Tree, size: float, slope: float) -> bool:
-        """Whether F falls by enough of what the slope promises; or F is level as far as rounding
-        lets one see, and its slope is less than before (the approximate Wolfe condition of Hager &
-        Zhang, 2005)."""
+        """Whether F falls by a sufficient share of what the slope promises.
+
+        Where rounding hides the change of F, it is enough that the slope is flatter at the new
+        point (the approximate Wolfe condition of Hager & Zhang, 2005).
+        """
         rise = point.value - self.point.value
         if rise <= SUFFICIENT * size * slope:
             return True
-        level = 4 * self._eps * max(1.0, abs(self.point.value))
-        return abs(rise) <= level and abs(dot(point.gradient, direction)) <= LESS * abs(slope)
+        rounding = 4 * self._eps * max(1.0, abs(self.point.value))
+        is_level = abs(rise) <= rounding
+        new_slope = dot(point.gradient, direction)
+        return is_level and abs(new_slope) <= FLATTER * abs(slope)
 
-    def _go(self, move: Tree, point: Point) -> None:
-        """Stand at the new point, and remember the gradient's change along the move, unless there
-        is no curvature in it."""
+    def _accept(self, move: Tree, point: Point) -> None:
+        """Take the new point, and store the pair for BFGS if F curves upwards along the move."""
         change = add(point.gradient, -1.0, self.point.gradient)
         along = dot(move, change)
         if along > 1e-12 * dot(move, move):
             self._pairs = [*self._pairs, (move, change, along)][-MEMORY:]
         self.point = point
-        self._note()
+        self._append_decrement()
 
     def _at(self, params: Tree) -> Point | None:
-        """F and its gradient; None where the model breaks down so far out."""
+        """F and its gradient at these weights; None where the model breaks down."""
         self.passes += 1
         try:
             return self.data.at(params)
         except BLRError:
             return None
 
-    def _note(self) -> None:
-        """Write down ½ ∇Fᵀ M⁻¹ ∇F."""
+    def _append_decrement(self) -> None:
+        """Append the decrement ½ ∇Fᵀ M⁻¹ ∇F at the present point."""
         gradient = self.point.gradient
         decrement = 0.5 * dot(gradient, self.preconditioner.solve(gradient))
         if not decrement >= 0:
@@ -166,53 +188,61 @@ class Descent:
 
 
 def _shorter(size: float, rise: float, slope: float) -> float:
-    """The next step to try along a direction: to the lowest point of a parabola through F here,
-    its slope, and F at the step before."""
+    """The next step to try along a direction, after a step of this size made F rise.
+
+    It leads to the lowest point of the parabola with the slope at 0 and the rise at ``size``, and
+    is between a tenth and a half of ``size``.
+    """
     if not rise < math.inf:
-        return 0.1 * size
+        return SHORTEST_CUT * size
     lowest = -slope * size**2 / (2 * (rise - slope * size))
-    return min(0.5 * size, max(0.1 * size, lowest))
+    return min(0.5 * size, max(SHORTEST_CUT * size, lowest))
 
 
 def train(
     task: Task, prior_precision: Given | Prior, *, structure: str, tolerance: float, rounds: int
 ) -> Point:
-    """Train the task's model, in place, to the minimum of Σ_i ℓ_i + ½ θᵀ diag(δ) θ downhill of it.
+    """Train the task's model, in place, to a minimum of Σ_i ℓ_i + ½ θᵀ diag(δ) θ.
 
     Args:
-        task: under a model of one's own; see :func:`on_a_copy`.
+        task: has a model that may be changed; see :func:`on_a_copy`.
         prior_precision: δ, a number, or one per parameter name (number or tensor).
-        structure: of the posterior that preconditions.
-        tolerance: the ``residual`` to reach; a descent that gets stuck, does not get on (at the
-            kinks of a ReLU network no gradient vanishes), or has fitted ``rounds`` posteriors,
-            ends above it.
+        structure: the structure of the posterior that preconditions.
+        tolerance: the ``residual`` at which the training ends. It may end above: when it stalls or
+            makes no progress (at the kinks of a ReLU network no gradient vanishes), or after
+            ``rounds``.
+        rounds: the largest number of posteriors that are fitted.
+
+    Returns:
+        The weights at the end, with F and its gradient.
 
     Raises:
-        ModelError, DataError: as :meth:`Task.run`.
+        ModelError, DataError: the errors of :meth:`Task.run`.
     """
     prior = Prior.of_any(prior_precision)
     data = whole(task, prior)
-    point = data.at({n: p.clone() for n, p in task.parameters().items()})
+    point = data.at({name: weight.clone() for name, weight in task.parameters().items()})
     for _ in range(rounds):
         if point.residual <= tolerance:
             break
         form = fit_laplace(task.quiet, structure=structure, prior_precision=prior).form
         before = point
         descent = Descent(data, form, point)
-        while len(descent.decrements) <= SERVES and not descent.stalled:
+        while len(descent.decrements) <= MOVES_PER_FIT and not descent.stalled:
             if descent.point.residual <= tolerance:
                 break
             descent.move()
         point = descent.point
         write(task, point.params)
-        is_level = before.value - point.value <= LEVEL * abs(point.value)
-        if is_level and point.residual > STILL * before.residual:
+        is_level = before.value - point.value <= STUCK_DECREASE * abs(point.value)
+        is_stuck = is_level and point.residual > STUCK_RESIDUAL * before.residual
+        if is_stuck:
             break
     return point
 
 
 def on_a_copy(task: Task) -> Task:
-    """The same task under a copy of its model, which may be trained in place.
+    """The task under a copy of its model, which may be trained in place.
 
     Raises:
         ModelError: the model cannot be copied.
@@ -223,7 +253,7 @@ def on_a_copy(task: Task) -> Task:
 
 
 def write(task: Task, params: Tree) -> None:
-    """Put these weights into the task's model."""
+    """Copy these weights into the task's model."""
     parameters = dict(task.model.named_parameters())
     with torch.no_grad():
         for name, value in params.items():

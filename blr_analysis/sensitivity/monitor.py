@@ -1,12 +1,12 @@
 """The memory-perturbation equation while a model trains.
 
-At chosen epochs the leave-one-out loss, an estimate of the loss on new data from the training
-data alone,
+At chosen epochs a :class:`Monitor` records the leave-one-out loss, which estimates the loss on new
+data from the training data alone,
 
     1/N Σ_i ℓ(y_i, f_i^{\\i}),    f_i^{\\i} ≈ f_i + τ V_i ē_i
 
-stands beside the training loss, and the examples that shape the model show themselves. Of fits V
-and ē are those of the run so far (:mod:`blr_analysis.sensitivity.run_so_far`).
+and how much each example shapes the model. For a fitted posterior V and ē come from the run so far
+(:mod:`blr_analysis.sensitivity.run_so_far`).
 """
 
 from __future__ import annotations
@@ -64,43 +64,47 @@ Source = Posterior | Callable[[], Posterior]
 class Monitor(Plottable):
     """Leave-one-out estimate, deviations and test loss at chosen epochs of a training run.
 
-    Build it before training: first weights tell how far the run has gone. By ``monitor(None,
-    epoch)`` it fits a Kronecker posterior itself, whose damping is that of a run stopped now, with
-    errors that are averaged over the epochs recorded so far. Then the estimate follows the loss on
-    data like the training's, wrong labels and all (``python -m benchmarks.overfitting``: r .89 to
-    .98, best epoch within two in four of six runs); a posterior of an optimizer is taken as it is,
-    and ranks examples.
+    Build it before training, because it measures how far the weights move from the first ones.
+    Call it after each epoch: with the present posterior and the number of finished epochs, or as
+    ``monitor(None, epoch)``, which fits a Kronecker posterior. It returns the recorded row, or None
+    if the epoch is not to be recorded.
 
-    Call it with the posterior of the moment and the number of epochs done; the row it records
-    comes back (None where the epoch is not due). It costs what :func:`blr_analysis.leave_one_out`
-    costs: a forward pass and C backward passes over the watched examples, and a forward pass over
-    ``test``; the column ``seconds`` says how long that took, ``examples=`` bounds it.
+    A fitted posterior gets the damping of a run that stops now, and errors that are averaged over
+    the epochs recorded so far. The estimate then follows the loss on data like the training data,
+    including wrong labels (``python -m benchmarks.overfitting``: correlation .89 to .98, best epoch
+    within two in four of six runs). A posterior of an optimizer is taken as it is; its estimates
+    rank examples.
 
-    Model, optimizer and random generators are left as they are: a run that is watched takes the
-    same steps as one that is not. A model in training mode is watched in eval mode, its
-    BatchNorm layers with their running statistics.
+    A record takes as long as :func:`blr_analysis.leave_one_out`: a forward pass and C backward
+    passes over the watched examples, and a forward pass over ``test``. The column ``seconds`` has
+    the time; ``examples=`` bounds it.
+
+    Model, optimizer and random generators stay as they are, so that a watched run takes the same
+    steps as another one. A model in training mode is measured in eval mode, with the running
+    statistics of its BatchNorm layers.
 
     Args:
         task: the model that is being trained, and its training data.
-        every: record every so many epochs: those that it divides (0, before training, too).
-        test: further examples to measure, for comparison; they are run under ``task``'s model.
-        examples: which training examples to watch: None for all, a number of them drawn at
-            random with ``seed``, or indices or a boolean mask. The estimates are then means over
-            those; the posterior stays that of all ``n_data`` examples.
-        keep: what to keep of every watched example at every epoch: any of "deviation",
-            "self_influence", "leverage", "loss", "left_out_loss"; 4 bytes each.
-        correction: as in :func:`blr_analysis.leave_one_out`.
+        every: record the epochs that this number divides, including 0, before training.
+        test: further examples to measure, for comparison, under ``task``'s model.
+        examples: the training examples to watch: None for all, a number of random ones, indices,
+            or a boolean mask. Estimates are means over these; the posterior is always that of all
+            ``n_data`` examples.
+        keep: the measures to store for every watched example and epoch: any of "deviation",
+            "self_influence", "leverage", "loss", "left_out_loss"; they take 4 bytes each.
+        correction: that of :func:`blr_analysis.leave_one_out`.
+        seed: draws the random examples.
 
     Attributes:
-        rows: what was recorded, one mapping per epoch; NaN where a number does not exist (no test
-            task, the accuracy of a regression). Losses in nats per example.
+        rows: one mapping per recorded epoch, with losses in nats per example. A number that does
+            not exist is NaN (without a test task, or the accuracy of a regression).
         indices: the watched examples, ``[n]``.
 
     Raises:
-        InputError: ``every`` below 1, an unknown measure or correction,
-            impossible examples, a test task of another likelihood.
-        PosteriorError: a test task of a model with other parameters.
-        DataError: test targets that the model has no outputs for.
+        InputError: ``every`` is below 1, a measure or correction is unknown, there are no such
+            examples, or the test task has another likelihood.
+        PosteriorError: the model of the test task has other parameters.
+        DataError: the model has no outputs for some test targets.
 
     Source: Nickl et al., "The Memory-Perturbation Equation", NeurIPS 2023, section 4 (sensitivity
     and generalisation during training).
@@ -146,14 +150,14 @@ class Monitor(Plottable):
         self.rows: list[dict[str, float]] = []
         self._history: dict[str, list[Tensor]] = {name: [] for name in self.keep}
         self._note = ""
-        self._last = -1  # the last epoch that was passed in, recorded or not
+        self._last = -1  # the last epoch of a call, recorded or not
 
     def due(self, epoch: int) -> bool:
         """Whether :meth:`__call__` would record this epoch."""
         return at_least(0, "epoch", epoch) % self.every == 0
 
     def check_epoch(self, epoch: int) -> int:
-        """This epoch, where it may come next.
+        """This epoch, if it can follow the last one.
 
         Raises:
             InputError: it does not rise, as in a second training run.
@@ -170,20 +174,20 @@ class Monitor(Plottable):
 
         Args:
             posterior: learned on the task's data so far; or a function without arguments that
-                makes it, called only where the epoch is due and counted in ``seconds``; None:
-                ``fit_laplace(task)``. Of a fit that found its prior off the minimum, the run so
-                far knows the scale and the errors (see the class).
-            epoch: how many epochs are done; it must rise from call to call.
+                returns it, which is called only for epochs that are recorded, and whose time is
+                part of ``seconds``; or None for ``fit_laplace(task)``.
+            epoch: the number of finished epochs; it must rise from call to call.
 
         Returns:
-            The row, or None where the epoch is not due.
+            The row, or None if the epoch is not to be recorded.
 
         Raises:
-            InputError: an epoch that does not rise, or something else than a posterior.
-            PosteriorError: a posterior of another model or number of examples, or one with NaN
-                or inf.
-            ModelError: outputs that are not finite. Whatever is raised, what was recorded stays,
-                and the same epoch can be tried again.
+            InputError: the epoch does not rise, or the posterior is no posterior.
+            PosteriorError: the posterior is of another model or number of examples, or has NaN or
+                inf.
+            ModelError: outputs are not finite.
+
+        After an error the recorded rows are as before, and the same epoch can be tried again.
         """
         epoch = self.check_epoch(epoch)
         if epoch % self.every:
@@ -192,7 +196,7 @@ class Monitor(Plottable):
             self._last = epoch
             return None
         start = perf_counter()
-        with _resting(self.task.model):
+        with _in_eval_mode(self.task.model):
             q = self._posterior(posterior)
             row, measures = self._observed(q)
             row |= {"epoch": epoch, "test_nll": math.nan, "test_accuracy": math.nan}
@@ -206,7 +210,7 @@ class Monitor(Plottable):
         return dict(self.rows[-1])
 
     def _observed(self, q: Posterior) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """The row and the measures, by the run so far where that knows more than the posterior."""
+        """The row and the measures, from the run so far if it has a better scale than q."""
         is_sequence = self.task.likelihood.is_sequence
         if is_sequence or n_outputs(self.task, q.mean) > MOST_OUTPUTS:
             return observed(self.task, q, self.indices, self.correction)
@@ -215,13 +219,16 @@ class Monitor(Plottable):
             return observed(self.task, q, self.indices, self.correction)
         self._note = ""
         self._run.begin()
-        found = _with_variance(self.task, damped, self.indices, self.correction, self._run.errors)
+        row_and_measures = _with_variance(
+            self.task, damped, self.indices, self.correction, self._run.errors
+        )
         self._run.keep()
-        return found
+        return row_and_measures
 
     def _posterior(self, source: Source | None) -> Posterior:
+        """The checked posterior of the moment."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", InitialPrecisionWarning)  # it is early
+            warnings.simplefilter("ignore", InitialPrecisionWarning)  # expected in early epochs
             if source is None:
                 source = partial(fit_laplace, self.task.quiet)
             posterior = source() if callable(source) else source
@@ -240,11 +247,13 @@ class Monitor(Plottable):
         if not self.rows:
             return f"Monitor({watched}, nothing recorded yet)"
         last = self.rows[-1]
-        tested = "" if math.isnan(last["test_nll"]) else f", test NLL {last['test_nll']:.4f}"
-        return (
-            f"Monitor({watched}, {len(self)} epochs; epoch {self.epochs[-1]}: LOO NLL "
-            f"{last['loo_nll']:.4f}{tested}; {self.seconds:.1f} s in all{self._note})"
-        )
+        facts = [f"{watched}, {len(self)} epochs"]
+        losses = f"epoch {self.epochs[-1]}: LOO NLL {last['loo_nll']:.4f}"
+        if not math.isnan(last["test_nll"]):
+            losses += f", test NLL {last['test_nll']:.4f}"
+        facts.append(losses)
+        facts.append(f"{self.seconds:.1f} s in all{self._note}")
+        return f"Monitor({'; '.join(facts)})"
 
     @property
     def epochs(self) -> list[int]:
@@ -253,15 +262,15 @@ class Monitor(Plottable):
 
     @property
     def seconds(self) -> float:
-        """What the monitor has cost so far, in seconds."""
+        """The time that the monitor has taken so far, in seconds."""
         return sum(row["seconds"] for row in self.rows)
 
     @property
     def best_epoch(self) -> int:
-        """The recorded epoch with the smallest leave-one-out NLL: where to stop, without test data.
+        """The recorded epoch with the smallest leave-one-out NLL, at which to stop the training.
 
         Raises:
-            InputError: nothing recorded, or no finite estimate.
+            InputError: no recorded epoch has a finite estimate.
         """
         usable = [row for row in self.rows if math.isfinite(row["loo_nll"])]
         if not usable:
@@ -275,28 +284,29 @@ class Monitor(Plottable):
 
     @torch.inference_mode(False)  # also where the caller switched it on
     def history(self, measure: str) -> Tensor:
-        """A measure that is kept, by epoch and watched example, ``[E, n]``.
+        """A stored measure, by epoch and watched example, ``[E, n]``.
 
         Raises:
-            InputError: not among ``keep``.
+            InputError: it is not among ``keep``.
         """
         epochs = self._history[one_of("measure", measure, self.keep)]
         return torch.stack(epochs) if epochs else torch.empty(0, len(self.indices))
 
     @property
     def table(self) -> Any:
-        """DataFrame: one row per recorded epoch; ``table.to_csv(path)`` saves it.
+        """A DataFrame with one row per recorded epoch; ``table.to_csv(path)`` saves it.
 
-        epoch, train_nll, train_accuracy, loo_nll, loo_accuracy, test_nll, test_accuracy,
+        Columns: epoch, train_nll, train_accuracy, loo_nll, loo_accuracy, test_nll, test_accuracy,
         mean_deviation, mean_self_influence, max_leverage, seconds.
         """
         return make_table(self)
 
     @torch.inference_mode(False)  # also where the caller switched it on
     def state_dict(self) -> dict[str, Any]:
-        """What was recorded, in tensors and numbers: ``torch.save`` it with the optimizer's state.
+        """The records as tensors and numbers, for ``torch.save`` with the optimizer's state.
 
-        ``torch.load(..., weights_only=True)`` reads it back, and tensors may come back as lists.
+        ``torch.load(..., weights_only=True)`` reads them. :meth:`load_state_dict` also takes lists
+        in place of tensors.
         """
         return {
             "last_epoch": self._last,
@@ -310,11 +320,11 @@ class Monitor(Plottable):
 
     @torch.inference_mode(False)  # also where the caller switched it on
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave; what was recorded here is replaced.
+        """Resume from the records of :meth:`state_dict`, which replace the present ones.
 
         Raises:
-            InputError: no such state, or one of other data, examples or kept measures; what was
-                recorded here stays.
+            InputError: this is no such state, or it has other data, examples or measures. The
+                present records stay.
         """
         try:
             rows = _rows_of(state["rows"])
@@ -358,10 +368,10 @@ def _rows_of(table: Mapping[str, Sequence[float]]) -> list[dict[str, float]]:
 def observed(
     task: Task, q: Posterior, indices: Tensor, correction: str
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """The row of an epoch, and the measures ``[n]`` of these examples, as the analyses find them.
+    """The row of an epoch, and the measures of the watched examples by name ``[n]``.
 
-    Of sequences, and where there are too many outputs for V_i, deviation and leverage are NaN, and
-    the left-out loss is ℓ_i + ē_iᵀ τV_i ē_i, to first order, without hits.
+    For sequences, and for too many outputs to compute V_i, the left-out loss is the first order
+    ℓ_i + ē_iᵀ τV_i ē_i. Then there is no left-out accuracy, and deviation and leverage are NaN.
     """
     if task.likelihood.is_sequence:
         scores = sequence_scores(task, q, indices=indices)
@@ -380,6 +390,7 @@ def observed(
 def _with_variance(
     task: Task, q: Posterior, indices: Tensor, correction: str, errors: Errors | None = None
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """The row and the measures from V_i; ``errors`` are ē, by default of the posterior's run."""
     moves = moves_at(task, q, correction, indices, errors)
     likelihood = task.likelihood.at(indices)
     left_out = likelihood.moved(moves.outputs, moves.move)
@@ -393,12 +404,13 @@ def _with_variance(
 
 
 def _evaluation(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Evaluation:
+    """Losses and correctness of these outputs."""
     losses = likelihood.nll(outputs, targets)
     return Evaluation(losses, likelihood.correct(outputs, targets))
 
 
 def _first_order(task: Task, q: Posterior, indices: Tensor) -> tuple[Evaluation, Tensor]:
-    """Losses and hits, and the self-influences, without V_i."""
+    """Losses and correctness, and the self-influences ``[n]``, without V_i."""
     errors = mean_errors(task, q)
     outputs: list[Tensor] = []
     targets: list[Tensor] = []
@@ -416,6 +428,7 @@ def _first_order(task: Task, q: Posterior, indices: Tensor) -> tuple[Evaluation,
 def _row_and_measures(
     before: Evaluation, after: Evaluation, deviation: Tensor, influence: Tensor, leverage: Tensor
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """The row and the measures from evaluations with each example (before) and without (after)."""
     measures = {
         "deviation": deviation,
         "self_influence": influence,
@@ -424,7 +437,8 @@ def _row_and_measures(
         "left_out_loss": after.losses,
     }
     row = before.row("train") | after.row("loo")
-    row["loo_nll"] = replace(after, correct=before.correct).nll  # of the examples that count
+    # ``correct`` says which examples count, also where the left-out predictions are unknown.
+    row["loo_nll"] = replace(after, correct=before.correct).nll
     row["mean_deviation"] = float(deviation.double().mean())
     row["mean_self_influence"] = float(influence.double().mean())
     row["max_leverage"] = float(leverage.max())
@@ -446,10 +460,10 @@ def _watched(examples: Any, task: Task, seed: int) -> Tensor:
 
 
 def _test_task(test: Any, task: Task) -> Task:
-    """The test examples under the model that is trained, tried once, before hours of training."""
+    """The test examples under the trained model, after one trial, which may save hours."""
     test = check_test(test, task)
     try:
-        with _resting(task.model):
+        with _in_eval_mode(task.model):
             evaluated(test, task.parameters())
     except DataError as error:
         raise DataError(f"the test task does not fit the model: {error}") from error
@@ -457,8 +471,8 @@ def _test_task(test: Any, task: Task) -> Task:
 
 
 @contextmanager
-def _resting(model: nn.Module) -> Iterator[None]:
-    """Inside, every module is in eval mode, also BatchNorm; then each returns to its own mode."""
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Inside, every module is in eval mode; afterwards each returns to its former mode."""
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()

@@ -1,11 +1,13 @@
-"""The data after a change, the objective that a model retrained on them would minimise, and the
-posterior without the group's share.
+"""Changed data: their objective F, which a retrained model minimises, and their posterior.
 
-    F(θ) = Σ_{i kept, added, relabelled} ℓ_i(θ) + ½ (θ − θ₀)ᵀ diag(δ) (θ − θ₀)
+    F(θ) = Σ_i ℓ_i(θ) + ½ (θ − θ₀)ᵀ diag(δ) (θ − θ₀)
+
+The sum is over examples that stay, are added, or have new labels. For a group G of examples that
+leave, the posterior is
 
     λ^{\\G} = λ − Σ_{i∈G} λ̃_i:    S^{\\G} = S − S_G,    m^{\\G} = m + (S^{\\G})⁻¹ Σ_{i∈G} J_iᵀ e_i
 
-with S_G = Σ_{i∈G} J_iᵀ Λ_i J_i in the posterior's own structure.
+with S_G = Σ_{i∈G} J_iᵀ Λ_i J_i in the posterior's structure.
 """
 
 from __future__ import annotations
@@ -33,7 +35,14 @@ from blr_analysis.task import Task
 
 @dataclass(frozen=True)
 class Point:
-    """F at some weights: its value in nats, and its gradient."""
+    """F at some weights.
+
+    Attributes:
+        params: the weights.
+        value: F, in nats.
+        gradient: ∇F.
+        prior: δ, and θ₀ as its mean.
+    """
 
     params: Tree
     value: float
@@ -42,11 +51,13 @@ class Point:
 
     @property
     def residual(self) -> float:
-        """The gradient's size relative to that of the data's and the prior's part, which cancel
-        in it at an optimum."""
-        pull = self.prior.times(self.prior.gap(self.params))
-        size = norm({n: g - pull[n] for n, g in self.gradient.items()}) + norm(pull)
-        return norm(self.gradient) / size if size > 0 else 0.0
+        """‖∇F‖ / (‖gradient of the data‖ + ‖gradient of the prior‖), from 0 at an optimum to 1."""
+        prior_gradient = self.prior.times(self.prior.gap(self.params))
+        data_gradient = {name: g - prior_gradient[name] for name, g in self.gradient.items()}
+        size = norm(data_gradient) + norm(prior_gradient)
+        if size == 0:
+            return 0.0
+        return norm(self.gradient) / size
 
 
 @dataclass(frozen=True)
@@ -54,9 +65,10 @@ class Objective:
     """F(θ) = Σ_parts Σ_i ℓ_i(θ) + ½ (θ − θ₀)ᵀ diag(δ) (θ − θ₀).
 
     Attributes:
-        parts: pairs of a task and the examples of it that count.
-        prior: δ, and θ₀, its mean.
-        places: of changed data, where its examples stood before, by part; added ones behind.
+        parts: pairs of a task and the indices of its examples in the sum.
+        prior: δ, and θ₀ as its mean.
+        places: for changed data, the places of each part's examples in the data before the change;
+            added examples have places behind all others.
     """
 
     parts: tuple[tuple[Task, Tensor], ...]
@@ -68,29 +80,26 @@ class Objective:
         return sum(len(indices) for _, indices in self.parts)
 
     def at(self, params: Tree) -> Point:
-        """F and its gradient at these weights: one forward and backward pass over the data.
+        """F and its gradient at these weights, by one forward and backward pass over the data.
 
         Raises:
-            ModelError, DataError: as :meth:`Task.run`.
+            ModelError, DataError: the errors of :meth:`Task.run`.
         """
-        value = self._penalty(params)
+        value = self.prior.penalty(params)
         gradient = {name: torch.zeros_like(p) for name, p in params.items()}
         for task, indices in self.parts:
             part_gradient, loss = loss_and_gradient(task, params, indices)
-            gradient = {name: g + part_gradient[name] for name, g in gradient.items()}
+            gradient = add(gradient, 1.0, part_gradient)
             value += loss
-        prior_pull = self.prior.times(self.prior.gap(params))
-        gradient = {name: g + prior_pull[name] for name, g in gradient.items()}
+        prior_gradient = self.prior.times(self.prior.gap(params))
+        gradient = add(gradient, 1.0, prior_gradient)
         return Point(params, value, gradient, self.prior)
-
-    def _penalty(self, params: Tree) -> float:
-        """½ (θ − θ₀)ᵀ diag(δ) (θ − θ₀)."""
-        return self.prior.penalty(params)
 
 
 def whole(task: Task, prior: Prior) -> Objective:
-    """The objective of a task as it is."""
-    return Objective(((task, torch.arange(task.n_data)),), prior)
+    """The objective of all examples of a task."""
+    every_example = torch.arange(task.n_data)
+    return Objective(((task, every_example),), prior)
 
 
 def changed(
@@ -101,7 +110,13 @@ def changed(
     added: Task | None = None,
     labels: Mapping[int, Any] | None = None,
 ) -> Objective:
-    """The objective of a task without ``leaving``, with ``added``, with other labels for some."""
+    """The objective of a task after a change of its data.
+
+    Args:
+        leaving: indices of examples that are removed.
+        added: further examples.
+        labels: new targets by index.
+    """
     relabelled = torch.tensor(list(labels or {}), dtype=torch.long)
     stays = torch.ones(task.n_data, dtype=torch.bool)
     stays[leaving] = False
@@ -113,9 +128,9 @@ def changed(
         parts.append((task, staying))
         places.append(staying)
     if added is not None:
-        new = torch.arange(added.n_data)
-        parts.append((added, new))
-        places.append(task.n_data + new)
+        every_new_example = torch.arange(added.n_data)
+        parts.append((added, every_new_example))
+        places.append(task.n_data + every_new_example)
     if labels:
         parts.append((with_labels(task, labels), torch.arange(len(labels))))
         places.append(relabelled)
@@ -123,7 +138,10 @@ def changed(
 
 
 def with_labels(task: Task, labels: Mapping[int, Any]) -> Task:
-    """Some examples of a task, each batch wrapped with other targets, in the order given."""
+    """The examples of a task that have new targets, in the order of ``labels``.
+
+    A batch of this task is the pair of an original batch and the new targets.
+    """
     chosen = list(labels)
     try:
         targets = torch.stack([as_target(labels[i]) for i in chosen])
@@ -132,10 +150,13 @@ def with_labels(task: Task, labels: Mapping[int, Any]) -> Task:
     part = task.subset(chosen)
 
     def collate(pairs: list[Any]) -> tuple[Any, Tensor]:
-        return part.examples.collate([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
+        original = part.examples.collate([example for example, _ in pairs])
+        return original, torch.stack([target for _, target in pairs])
 
     def forward(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
-        return task.forward(model, batch[0])[0], batch[1]
+        original, new_targets = batch
+        outputs, _ = task.forward(model, original)
+        return outputs, new_targets
 
     return Task(
         task.model,
@@ -148,7 +169,7 @@ def with_labels(task: Task, labels: Mapping[int, Any]) -> Task:
 
 
 class Labelled(StackDataset[Any]):
-    """Items, and beside each another target.
+    """Pairs of an item and a new target.
 
     >>> Labelled([("x", 3)], torch.tensor([5])).inside[0]
     ('x', 5)
@@ -156,13 +177,13 @@ class Labelled(StackDataset[Any]):
 
     @property
     def inside(self) -> Relabelled:
-        """The items with the new targets in the place of theirs, as a user's own training takes
-        them."""
-        return Relabelled(*self.datasets)
+        """The items with the new targets in the place of their own, for a user's training."""
+        items, targets = self.datasets
+        return Relabelled(items, targets)
 
 
 class Relabelled(Dataset[Any]):
-    """Items (x, y), or dicts with "labels" or "label", each with another target inside."""
+    """Items (x, y), or dicts with "labels" or "label", whose target is replaced by a new one."""
 
     def __init__(self, items: Any, targets: Tensor) -> None:
         self.items = items
@@ -172,14 +193,14 @@ class Relabelled(Dataset[Any]):
         return len(self.targets)
 
     def __getitem__(self, index: int) -> Any:
-        item = self.items[index]
+        example = self.items[index]
         target = self.targets[index]
         try:
-            if isinstance(item, Mapping):
-                name = "labels" if "labels" in item else "label"
-                return dict(item) | {name: _in_form_of(item[name], target)}
-            x, old = item
-            return x, _in_form_of(old, target)
+            if isinstance(example, Mapping):
+                name = "labels" if "labels" in example else "label"
+                return dict(example) | {name: _in_form_of(example[name], target)}
+            x, old_target = example
+            return x, _in_form_of(old_target, target)
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
                 "no target in the items: relabel= takes (x, y) or a dict's 'labels'"
@@ -187,7 +208,7 @@ class Relabelled(Dataset[Any]):
 
 
 def _in_form_of(old: Any, new: Tensor) -> Any:
-    """A new target as a tensor, an array or a number, as the old one was."""
+    """The new target as a tensor, an array or a number, whichever the old one is."""
     if isinstance(old, Tensor):
         return new.to(old).reshape(old.shape)
     if isinstance(old, np.ndarray | np.generic):
@@ -197,7 +218,13 @@ def _in_form_of(old: Any, new: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Share:
-    """A group's share of the posterior: Σ J_iᵀ e_i and Σ J_iᵀ Λ_i J_i."""
+    """The sum of a group's sites.
+
+    Attributes:
+        gradient: Σ J_iᵀ e_i.
+        curvature: Σ J_iᵀ Λ_i J_i, in the posterior's structure.
+        count: the number of examples.
+    """
 
     gradient: Tree
     curvature: Structure
@@ -205,16 +232,17 @@ class Share:
 
 
 def share(task: Task, q: Posterior, indices: Tensor | None = None) -> Share:
-    """Σ_{i∈G} J_iᵀ e_i and S_G in the posterior's structure, at the posterior's mean."""
+    """The share of these examples (None: all) in the posterior, at the posterior's mean."""
     curvature = q.form.zeros()
     for chunk in chunks(task.quiet, q.mean, indices=indices):
         curvature = curvature.add(chunk.terms(curvature_root(chunk)))
+    gradient, _ = loss_and_gradient(task, q.mean, indices)
     count = task.n_data if indices is None else len(indices)
-    return Share(loss_and_gradient(task, q.mean, indices)[0], curvature, count)
+    return Share(gradient, curvature, count)
 
 
 def as_target(value: Any) -> Tensor:
-    """A label as a tensor; Python's floats keep their 64 bits."""
+    """A label as a tensor on the CPU; a Python float becomes float64."""
     try:
         return value.cpu() if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
     except (TypeError, ValueError, RuntimeError) as error:
@@ -222,21 +250,25 @@ def as_target(value: Any) -> Tensor:
 
 
 def step(q: Posterior, changes: Sequence[tuple[int, Share]]) -> Posterior:
-    """λ ∓ Σ λ̃: the posterior with the shares taken out (−1) or put in (+1), its precision nowhere
-    below the prior's.
+    """The posterior λ ± Σ λ̃ after shares are added (+1) or removed (−1).
+
+    Its precision is nowhere below the prior's.
+
+    Args:
+        changes: pairs of a sign and a share.
 
     Raises:
-        PosteriorError: the new mean is not finite, the new precision not positive.
+        PosteriorError: the new mean is not finite, or the new precision not positive.
     """
     form = q.form
     n_data = q.n_data
-    pull = {name: torch.zeros_like(m) for name, m in q.mean.items()}
+    downhill = {name: torch.zeros_like(m) for name, m in q.mean.items()}
     for sign, group in changes:
         form = form.plus(group.curvature, sign)
         n_data += sign * group.count
-        pull = add(pull, -sign, group.gradient)
+        downhill = add(downhill, -sign, group.gradient)
     form, _ = form.floored(q.prior)
-    mean = add(q.mean, 1.0, form.solve(pull))
+    mean = add(q.mean, 1.0, form.solve(downhill))
     if not all(bool(torch.isfinite(m).all()) for m in mean.values()):
         raise PosteriorError("the step is not finite: raise prior_precision, or remove fewer")
     return made_of(q, mean, form, n_data=n_data, kind="what_if")

@@ -1,10 +1,10 @@
-"""Whether test data are like the training's: other units, another normalisation, other labels.
+"""Find test data in other units, with another normalisation or other labels than the training data.
 
     z_i = ‖(x_i − mean x) / std x‖ / √D          over the D numbers of an input that vary
 
-mean and spread are the training's. Of data that were prepared alike the median z of the test lies
-among the training's own; and the model explains test targets better than it explains training
-targets that are shuffled, unless units, labels or the model are wrong.
+Mean and standard deviation are those of the training data. If both data were prepared in the same
+way, the median z of the test data lies between the smallest and the largest z of the training data,
+and the model explains test targets better than shuffled training targets.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from blr_analysis.posterior.predictive import scored_by
 from blr_analysis.task import Task
 
 SAMPLE = 512  # examples of either task, spread evenly
-FEWEST = 20  # examples, below which nothing is said of training data, or of a mean loss
-ERRORS = 3.0  # standard errors
+FEWEST = 20  # with fewer examples, ranges and mean losses say nothing
+ERRORS = 3.0  # standard errors, by which mean losses must differ
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Inputs ``[n, D]`` (None where there are none of real numbers), outputs and targets."""
+    """Inputs ``[n, D]`` (None if they are no real numbers), outputs and targets of n examples."""
 
     inputs: Tensor | None
     outputs: Tensor
@@ -35,7 +35,10 @@ class Sample:
 
 
 def unlike_training(task: Task, test: Task, mean: Mapping[str, Tensor]) -> str:
-    """In one line how test data differ from the training data; "" where they do not.
+    """One line on how the test data differ from the training data; "" if they do not.
+
+    Args:
+        mean: the model's weights.
 
     Example:
         >>> x, y = torch.randn(60, 3), torch.arange(60) % 2
@@ -46,16 +49,17 @@ def unlike_training(task: Task, test: Task, mean: Mapping[str, Tensor]) -> str:
         >>> unlike_training(task, task, task.parameters())
         ''
     """
-    same = test.examples is task.examples
-    if same or task.likelihood.is_sequence or task.n_data < FEWEST:
+    are_same_data = test.examples is task.examples
+    if are_same_data or task.likelihood.is_sequence or task.n_data < FEWEST:
         return ""
     training_sample = _sample(task, mean)
     test_sample = _sample(test, mean)
-    of_inputs = _of_inputs(training_sample, test_sample)
-    return of_inputs or _of_losses(task, training_sample, test_sample)
+    line = _on_inputs(training_sample, test_sample)
+    return line or _on_losses(task, training_sample, test_sample)
 
 
 def _sample(task: Task, mean: Mapping[str, Tensor]) -> Sample:
+    """At most SAMPLE examples of a task, with their outputs at these weights."""
     rows = torch.linspace(0, task.n_data - 1, min(task.n_data, SAMPLE)).long().unique()
     inputs: list[Tensor | None] = []
     outputs: list[Tensor] = []
@@ -63,18 +67,21 @@ def _sample(task: Task, mean: Mapping[str, Tensor]) -> Sample:
     with torch.no_grad(), task.evaluation():
         for indices, batch in task.batches(indices=rows):
             inputs.append(numbers_of(batch, len(indices)))
-            f, y = task.run(batch, mean, indices)
-            outputs.append(f.cpu().double())
-            targets.append(y.cpu())
+            batch_outputs, batch_targets = task.run(batch, mean, indices)
+            outputs.append(batch_outputs.cpu().double())
+            targets.append(batch_targets.cpu())
     numbers = [part for part in inputs if part is not None]
     widths = {part.shape[1] for part in numbers}
-    has_table = len(numbers) == len(inputs) and len(widths) == 1
-    table = torch.cat(numbers) if has_table else None
-    return Sample(table, torch.cat(outputs), torch.cat(targets))
+    is_matrix = len(numbers) == len(inputs) and len(widths) == 1
+    return Sample(
+        inputs=torch.cat(numbers) if is_matrix else None,
+        outputs=torch.cat(outputs),
+        targets=torch.cat(targets),
+    )
 
 
-def _of_inputs(training: Sample, test: Sample) -> str:
-    """Whether test inputs have another size than those of the training."""
+def _on_inputs(training: Sample, test: Sample) -> str:
+    """One line if the median test input is smaller or larger than all training inputs; else ""."""
     if training.inputs is None or test.inputs is None:
         return ""
     if training.inputs.shape[1] != test.inputs.shape[1]:
@@ -86,6 +93,7 @@ def _of_inputs(training: Sample, test: Sample) -> str:
         return ""
 
     def sizes(x: Tensor) -> Tensor:
+        """z of every input."""
         return ((x - centre) / spread)[:, varies].square().mean(1).sqrt()
 
     training_sizes = sizes(training.inputs)
@@ -100,21 +108,21 @@ def _of_inputs(training: Sample, test: Sample) -> str:
     )
 
 
-def _of_losses(task: Task, training: Sample, test: Sample) -> str:
-    """Whether test targets are explained no better than shuffled training targets."""
+def _on_losses(task: Task, training: Sample, test: Sample) -> str:
+    """One line if test losses are no better than those of shuffled training targets; else ""."""
     scored = scored_by(task.likelihood)
-    n = len(training.targets)
-    m = len(test.targets)
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
-    shuffled = scored.nll(training.outputs, training.targets[order])
-    chance = float(shuffled.mean())
+    n_training = len(training.targets)
+    n_test = len(test.targets)
+    order = torch.randperm(n_training, generator=torch.Generator().manual_seed(0))
+    shuffled_losses = scored.nll(training.outputs, training.targets[order])
+    chance = float(shuffled_losses.mean())
     training_loss = float(scored.nll(training.outputs, training.targets).mean())
     test_loss = float(scored.nll(test.outputs, test.targets).mean())
-    noise = ERRORS * float(shuffled.std()) * math.sqrt(1 / n + 1 / m)
+    noise = ERRORS * float(shuffled_losses.std()) * math.sqrt(1 / n_training + 1 / n_test)
     is_far_above = test_loss > chance + noise
     explains_training = training_loss < chance - noise
-    test_is_no_better = test_loss > chance - noise
-    explains_training_alone = explains_training and test_is_no_better and m >= FEWEST
+    explains_test = test_loss <= chance - noise
+    explains_training_alone = explains_training and not explains_test and n_test >= FEWEST
     if not (is_far_above or explains_training_alone):
         return ""
     return (

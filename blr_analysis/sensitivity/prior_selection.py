@@ -1,7 +1,7 @@
-"""Which prior precision? The one whose leave-one-out loss is smallest: no data held out.
+"""Choose the prior precision with the smallest leave-one-out loss, without held-out data.
 
-For each δ of a grid a model is trained with it, and its leave-one-out loss is estimated from the
-training data (Nickl et al., NeurIPS 2023, Fig. 4).
+For each δ of a grid a model is trained, and its leave-one-out loss is estimated from the training
+data (Nickl et al., NeurIPS 2023, Fig. 4).
 """
 
 from __future__ import annotations
@@ -29,25 +29,27 @@ from blr_analysis.sensitivity.minimise import on_a_copy, train
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular
 
-ROUNDS = 50  # posteriors that the training to an optimum may fit
-SMALL = 4_096  # parameters: up to here "auto" takes the full structure
+ROUNDS = 50  # posteriors that a training to the optimum may fit
+SMALL = 4_096  # parameters, up to which "auto" takes the full structure
+TOLERANCE = 1e-8  # residual at which a training ends, in double precision
+TOLERANCE_SINGLE = 1e-4  # the same in single precision
 Fit = Callable[[Task, float], Posterior]
 
 
 @dataclass(frozen=True)
 class PriorSelection(Tabular, Plottable):
-    """What :func:`select_prior_precision` found.
+    """The result of :func:`select_prior_precision`.
 
     Attributes:
         best: the δ with the smallest leave-one-out NLL.
-        posterior: of the model trained with it; ``posterior.mean`` are its weights.
-        at_edge: whether it is the first or last of the grid, so that a wider grid may hold a
+        posterior: the posterior of the model that was trained with it; its mean are the weights.
+        at_edge: whether ``best`` is the first or last of the grid, so that a wider grid may have a
             better one.
-        rows: one mapping per δ, rising; losses in nats per example.
+        rows: one mapping per δ, in rising order; losses in nats per example.
         table: the rows as a DataFrame: prior_precision, train_nll, train_accuracy, loo_nll,
-            loo_accuracy, max_leverage, rough (how many examples have a leverage above 0.5 and an
-            estimate of first order, which is then far off), test_nll, test_accuracy, seconds, and
-            for the default fit residual and converged.
+            loo_accuracy, max_leverage, rough (the number of examples whose estimate is of first
+            order and inaccurate, as their leverage is above 0.5), test_nll, test_accuracy, seconds,
+            and for the default fit residual and converged.
     """
 
     best: float
@@ -66,18 +68,19 @@ class PriorSelection(Tabular, Plottable):
         return float(self.best)
 
     def __repr__(self) -> str:
-        (row,) = (r for r in self.rows if r["prior_precision"] == self.best)
-        facts = [f"best {self.best:g} of {len(self)}: LOO NLL {row['loo_nll']:.4f}"]
-        if not math.isnan(row["test_nll"]):
-            facts[0] += f", test NLL {row['test_nll']:.4f}"
+        (best_row,) = (row for row in self.rows if row["prior_precision"] == self.best)
+        losses = f"LOO NLL {best_row['loo_nll']:.4f}"
+        if not math.isnan(best_row["test_nll"]):
+            losses += f", test NLL {best_row['test_nll']:.4f}"
+        facts = [f"best {self.best:g} of {len(self)}: {losses}"]
         if self.at_edge:
             facts.append("at the edge of the grid: try a wider one")
-        unfinished = sum(r.get("converged") is False for r in self.rows)
-        if unfinished:
-            facts.append(f"{unfinished} of the fits did not converge")
-        rough = sum(r["rough"] > 0 for r in self.rows)
-        if rough:
-            facts.append(f"leverages too high for first order at {rough} of them")
+        n_unfinished = sum(row.get("converged") is False for row in self.rows)
+        if n_unfinished > 0:
+            facts.append(f"{n_unfinished} of the fits did not converge")
+        n_rough = sum(row["rough"] > 0 for row in self.rows)
+        if n_rough > 0:
+            facts.append(f"leverages too high for first order at {n_rough} of them")
         return f"PriorSelection({'; '.join(facts)})"
 
 
@@ -97,32 +100,32 @@ def select_prior_precision(
 
         LOO(δ) = 1/N Σ_i ℓ(y_i, f_i^{\\i})
 
-    estimated from its posterior. For linear regression that is PRESS, exactly.
+    is estimated from its posterior. For linear regression it is exact (PRESS).
 
     Args:
-        task: model and training data. The model is not changed: all training is of copies.
-        grid: the δ to try, positive, in any order; of the SUM of the losses, so that a weight
+        task: model and training data. The model is not changed, because copies are trained.
+        grid: the positive δ to try, in any order. δ belongs to the SUM of the losses: a weight
             decay on their mean over N examples is δ/N. None: nine values, from a hundredth to a
             hundred times the δ that :func:`blr_analysis.fit_laplace` finds at the present weights.
         fit: your own training: ``fit(task, delta)`` gets the task under a copy of the model, may
-            train that in place, and returns its posterior. None: full-batch quasi-Newton moves from
-            the model's present weights, then from those of the next smaller δ, and
-            :func:`blr_analysis.fit_laplace`. For a generalised linear model that is the exact
-            optimum; a network comes to the one nearest downhill; the table says how near,
+            train the copy in place, and returns its posterior. None: full-batch quasi-Newton moves
+            and :func:`blr_analysis.fit_laplace`. The moves start from the model's present weights,
+            then from those of the next smaller δ. They find the optimum of a generalised linear
+            model, and a local optimum of a network. The table has their distance from it,
             ‖∇‖ / (‖Σ_i ∇ℓ_i‖ + δ‖θ‖).
         initial: θ₀: the state dict of the first weights, or of the base model of a fine-tune;
-            None: 0. A ``fit`` of your own penalises θ − θ₀ itself.
-        structure: of the default fit's posterior: "diag", "kron", "lowrank", "full", or "auto":
-            "full" up to 4,096 parameters, else "kron".
-        test: further examples, for comparison; nothing is chosen by them.
+            None: 0. A ``fit`` of your own has to penalise θ − θ₀ itself.
+        structure: the structure of the default fit's posterior: "diag", "kron", "lowrank", "full",
+            or "auto": "full" up to 4,096 parameters, else "kron".
+        test: further examples, for comparison only.
 
     Raises:
-        InputError: a task of sequences, a grid that is empty or holds a δ that is not positive
-            and finite or stands there twice, a fit that returns no posterior or one of another δ,
-            a test task of another likelihood.
-        PosteriorError: an ``initial`` of another model, no δ to be found where ``grid`` is None.
-        ModelError: a model that cannot be copied, no finite leave-one-out loss on the whole grid.
-        PosteriorError, DataError: as :func:`blr_analysis.leave_one_out`.
+        InputError: the task has sequences, the grid is empty or has a δ that is not positive and
+            finite, the fit returns no posterior or one of another δ, or the test task has another
+            likelihood.
+        PosteriorError: ``initial`` is of another model, or no δ is found where ``grid`` is None.
+        ModelError: the model cannot be copied, or no leave-one-out loss on the grid is finite.
+        PosteriorError, DataError: the errors of :func:`blr_analysis.leave_one_out`.
 
     Source: Nickl et al., "The Memory-Perturbation Equation", NeurIPS 2023, Fig. 4; Allen, 1974
     (PRESS).
@@ -154,13 +157,14 @@ def select_prior_precision(
     return _curve(task, deltas, training, test)
 
 
-Training = Callable[[float], tuple[Task, Posterior, dict[str, Any]]]  # of a δ
+# δ → the task under the trained model, its posterior, and further columns of the table
+Training = Callable[[float], tuple[Task, Posterior, dict[str, Any]]]
 
 
 def _curve(
     task: Task, deltas: list[float], training: Training, test: Task | None
 ) -> PriorSelection:
-    """Train with each δ, and measure."""
+    """Train with each δ, measure, and choose the best."""
     rows: list[dict[str, Any]] = []
     best: dict[str, Any] | None = None
     best_posterior: Posterior | None = None
@@ -191,7 +195,7 @@ def _training_by_moves(
     """Quasi-Newton moves on one copy of the model, from one δ to the next."""
     params = task.parameters()
     is_double = not params or task.check_parameters(params) == torch.float64
-    tolerance = 1e-8 if is_double else 1e-4
+    tolerance = TOLERANCE if is_double else TOLERANCE_SINGLE
     if structure == "auto":
         is_small = sum(p.numel() for p in params.values()) <= SMALL
         structure = "full" if is_small else "kron"
@@ -227,10 +231,10 @@ def _training_by_user(fit: Fit, task: Task) -> Training:
 
 
 def _measured(under: Task, q: Posterior, test: Task | None) -> dict[str, float]:
-    """The columns of one δ, by the posterior of the model that was trained with it."""
+    """The table's columns for one δ, from the posterior of the model that was trained with it."""
     loo = leave_one_out(under, q)
     assert loo.leverage is not None
-    is_first_order = torch.tensor([word == "first_order" for word in loo.correction])
+    is_first_order = torch.tensor([correction == "first_order" for correction in loo.correction])
     mean = q.on(under).mean
     columns = evaluated(under, mean)[0].row("train")
     columns["loo_nll"] = loo.nll
@@ -243,13 +247,13 @@ def _measured(under: Task, q: Posterior, test: Task | None) -> dict[str, float]:
 
 
 def checked_grid(grid: Any) -> list[float]:
-    """The δ of a grid, rising, each once.
+    """The δ of a grid, in rising order, without repetition.
 
     Raises:
-        InputError: none, or not positive and finite.
+        InputError: the grid is empty, or some δ is not positive and finite.
     """
     try:
-        values = [positive_number("grid", v) for v in grid]
+        values = [positive_number("grid", value) for value in grid]
     except TypeError as error:
         raise InputError(f"grid must be a sequence of numbers, got {grid!r}") from error
     if not values:

@@ -1,8 +1,8 @@
-"""What the analyses give, one class each, whatever the model and its data are.
+"""The results of analyses, one class for each analysis and for all kinds of models.
 
 A result has one row per example (or sequence), losses in nats, and tensors on the CPU in the order
-of the dataset. An attribute is None where the kind of model has no such thing: a sequence has no
-matrix of prediction variances, a mixture model no outputs.
+of the dataset. An attribute is None where a kind of model does not have it: a sequence has no
+matrix of prediction variances, and a mixture model has no outputs.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ NO_FAULT = "none"
 
 @dataclass(frozen=True, kw_only=True)
 class Noted:
-    """A result whose ``note`` says in one line why not to trust it; "" where nothing speaks against
-    it. The line stands in its repr."""
+    """A result with a ``note``: one line on why it cannot be trusted, or "". The repr shows it."""
 
     note: str = ""
 
@@ -45,7 +44,7 @@ class Noted:
 
 @dataclass(frozen=True, kw_only=True)
 class PerExample(Noted, Tabular):
-    """One row per example (or sequence), in the order of the dataset; tensors on the CPU."""
+    """A result with one row per example (or sequence), in the order of the dataset."""
 
     losses: Tensor
     tokens: Tensor | None = None
@@ -56,7 +55,7 @@ class PerExample(Noted, Tabular):
 
     @property
     def nll_per_token(self) -> float:
-        """Σ losses / Σ tokens in nats, of sequences.
+        """Σ losses / Σ tokens of sequences, in nats.
 
         Raises:
             InputError: the examples are no sequences.
@@ -65,13 +64,13 @@ class PerExample(Noted, Tabular):
 
     @property
     def perplexity(self) -> float:
-        """exp(Σ losses / Σ tokens), of sequences."""
+        """exp(Σ losses / Σ tokens) of sequences."""
         return exponential(self.nll_per_token)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores(PerExample, Plottable):
-    """What :func:`blr_analysis.sensitivity` gives.
+    """The result of :func:`blr_analysis.sensitivity`.
 
     =============== ================== ======================== ================================
     attribute       of a network       of sequences             of a sum of sites
@@ -91,16 +90,17 @@ class Scores(PerExample, Plottable):
     =============== ================== ======================== ================================
 
     Attributes:
-        losses: in nats; of sequences the SUM over the tokens that count.
-        error: its direction is from the target to the prediction.
-        variance: example i included in the posterior; None for large C, or where not asked for.
-        deviation: how far the prediction would move without the example; larger is more
-            influential. ‖softmax(f_i + V_i e_i) − softmax(f_i)‖₁ for classification (between 0
-            and 2), ‖V_i e_i‖₂ in units of f for regression; of a sum of sites the fall of the
-            example's own log-predictive in nats. NaN where nothing was observed.
+        losses: in nats; of a sequence it is the SUM over the tokens that count.
+        error: it points from the target to the prediction.
+        variance: under the posterior that includes example i; None if it was not computed, as for
+            large C.
+        deviation: how far the prediction would move without the example. For classification it is
+            ‖softmax(f_i + V_i e_i) − softmax(f_i)‖₁, between 0 and 2; for regression ‖V_i e_i‖₂ in
+            units of f; for a sum of sites the fall of the example's log-predictive, in nats, which
+            is NaN where nothing was observed.
         self_influence: g_iᵀ Σ g_i = e_iᵀ V_i e_i, the first-order rise of the example's own loss,
-            in nats, when it is left out. Of sequences it grows with the length, as ℓ_i does.
-        table: all of it as a DataFrame, one row per example, with the task's metadata columns.
+            in nats, when it is left out. Of a sequence it grows with the length, as ℓ_i does.
+        table: all columns as a DataFrame, one row per example, with the task's metadata.
     """
 
     error: Tensor | None = None
@@ -116,7 +116,7 @@ class Scores(PerExample, Plottable):
     @cached_property
     @torch.inference_mode(False)
     def leverage(self) -> Tensor | None:
-        """The largest eigenvalue of V_i Λ_i, ``[N]``; at 1 and above, removal is undefined."""
+        """The largest eigenvalue of V_i Λ_i, ``[N]``; from 1 on, left-out outputs are undefined."""
         if self.variance is None or self.outputs is None or self.targets is None:
             return None
         assert self.likelihood is not None
@@ -124,7 +124,7 @@ class Scores(PerExample, Plottable):
 
     @property
     def loss_per_token(self) -> float:
-        """Σ losses / Σ tokens in nats, of sequences."""
+        """Σ losses / Σ tokens of sequences, in nats."""
         return self.nll_per_token
 
     def table_columns(self) -> dict[str, Any]:
@@ -151,21 +151,22 @@ class Scores(PerExample, Plottable):
         return columns
 
     def top(self, k: int = 10) -> Tensor:
-        """The k examples that shape the model most, by index, the first of them most: by their
-        deviation, or by their self-influence where there is none.
+        """The indices of the k examples that shape the model most, in falling order.
+
+        They are ranked by their deviation, or by their self-influence where there is no deviation.
 
         Raises:
-            InputError: k below 1, or more than there are examples with a deviation.
+            InputError: k is below 1, or above the number of examples with a deviation.
         """
         measure = self.self_influence if self.deviation is None else self.deviation
         assert measure is not None
-        observed = int(measure.isfinite().sum())
-        if positive_int("k", k) > observed:
+        n_finite = int(measure.isfinite().sum())
+        if positive_int("k", k) > n_finite:
             raise InputError(
-                f"k must be at most {observed}, the examples with a deviation, got {k}"
+                f"k must be at most {n_finite}, the examples with a deviation, got {k}"
             )
-        ranked = measure.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-        return ranked.argsort(descending=True, stable=True)[:k]
+        finite_first = measure.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        return finite_first.argsort(descending=True, stable=True)[:k]
 
     def __repr__(self) -> str:
         facts = [f"N={len(self):,}"]
@@ -185,26 +186,25 @@ class Scores(PerExample, Plottable):
 
 @dataclass(frozen=True, kw_only=True)
 class LeaveOneOut(PerExample, Plottable):
-    """What :func:`blr_analysis.leave_one_out` gives.
+    """The result of :func:`blr_analysis.leave_one_out`.
 
-    Of sequences, and of sums of sites, there are ``losses`` and ``losses_before`` alone; what a
-    kind does not have is None. Sums of sites are exact for conjugate models; elsewhere the sites
-    of the other examples stay as they are.
+    For sequences and sums of sites, ``losses`` and ``losses_before`` exist, and other attributes
+    are None. Sums of sites are exact for conjugate models; for others, the sites of the other
+    examples stay as they are.
 
     Attributes:
-        losses: ℓ(y_i, f_i^{\\i}) in nats, ``[N]``; larger is worse. Of sequences the SUM over
-            their tokens, to first order; of a sum of sites −log p(y_i | λ − λ̃_i), NaN where
-            nothing was observed.
-        losses_before: the same with the example, ``[N]``.
+        losses: ℓ(y_i, f_i^{\\i}) in nats, ``[N]``. Of a sequence it is the SUM over its tokens, to
+            first order; of a sum of sites −log p(y_i | λ − λ̃_i), NaN where nothing was observed.
+        losses_before: the losses with the example, ``[N]``.
         logits: f_i^{\\i}, ``[N, C]`` (means or log-rates for regression).
         deviation: how far each prediction moves, as in :class:`Scores`.
-        leverage: the largest eigenvalue of V_i Λ_i, ``[N]``; near or above 1 the posterior's
-            structure overstates V_i and no cavity exists.
-        unfamiliarity: tr(Λ_i V_i), ``[N]``, of the model's freedom what the example takes up.
-        chance: of sequences, the nats that a guess by the tokens' frequencies alone loses at each.
-        correction: one word for each example: "first_order", "cavity", "bounded" where the cavity
-            was asked for and the leverage is too close to 1 or above it, "descent" where the
-            example was refined, or "subtraction" of a site.
+        leverage: the largest eigenvalue of V_i Λ_i, ``[N]``. Near or above 1 the posterior's
+            structure overstates V_i, and there is no cavity.
+        unfamiliarity: tr(Λ_i V_i), ``[N]``, the part of the model's parameters that the example
+            determines.
+        chance: for sequences, the loss in nats per token of guessing by the tokens' frequencies.
+        correction: one word for each example: "first_order", "cavity", "bounded" (a cavity whose
+            leverage is near or above 1), "descent" (a refined example), or "subtraction" of a site.
     """
 
     losses_before: Tensor
@@ -221,21 +221,24 @@ class LeaveOneOut(PerExample, Plottable):
 
     @property
     def nll(self) -> float:
-        """The mean of ``losses`` over the examples that count: the estimate of the loss on new
-        data, of sequences in nats per SEQUENCE. With class weights or weights of examples it is
-        that of w_i ℓ_i, divided by their number and not by Σ w_i as torch does."""
+        """The mean of ``losses`` over the examples that count: it estimates the loss on new data.
+
+        For sequences it is in nats per SEQUENCE. With class weights or example weights it is the
+        mean of w_i ℓ_i over examples; torch divides by Σ w_i instead.
+        """
         counted = self._evaluation.counted
-        if self.likelihood is None:  # of a sum of sites: NaN where nothing was observed
+        if self.likelihood is None:  # a sum of sites has NaN where nothing was observed
             counted = counted[~counted.isnan()]
         return float(counted.double().mean())
 
     @property
     def accuracy(self) -> float | None:
-        """The fraction of left-out predictions that are right; None where there are no classes."""
+        """The share of left-out predictions that are right; None where there are no classes."""
         return self._evaluation.accuracy
 
     @property
     def _evaluation(self) -> Evaluation:
+        """The losses with the correctness of left-out predictions."""
         if self.logits is None or self.targets is None:
             return Evaluation(self.losses, None)
         assert self.likelihood is not None
@@ -243,9 +246,11 @@ class LeaveOneOut(PerExample, Plottable):
 
     @property
     def is_below_chance(self) -> bool:
-        """Whether the left-out predictions suit their own targets less than those of other
-        examples do, with leverages of 1 or more: moves that are too long, and no estimate. Of
-        sequences, whether a token loses more than ``chance``."""
+        """Whether the left-out predictions are worse than chance, so that they are no estimate.
+
+        Predictions agree less with their targets than shuffled ones would, and some leverage is 1
+        or more: then the moves are too long. For sequences, the loss per token is above ``chance``.
+        """
         if self.chance is not None:
             return self.nll_per_token > self.chance
         if self.leverage is None or not bool((self.leverage >= 1).any()):
@@ -255,7 +260,7 @@ class LeaveOneOut(PerExample, Plottable):
 
     @property
     def mse(self) -> float | None:
-        """The mean squared left-out error (Gaussian likelihood only, else None)."""
+        """The mean squared left-out error; None for other than Gaussian likelihoods."""
         if self.likelihood is None or not isinstance(self.likelihood.kind, Gaussian):
             return None
         assert self.logits is not None and self.targets is not None
@@ -263,12 +268,12 @@ class LeaveOneOut(PerExample, Plottable):
 
     @property
     def rmse(self) -> float | None:
-        """The root of the mean squared left-out error, in the targets' units (as ``mse``)."""
+        """The root of ``mse``, in the targets' units; None where ``mse`` is."""
         return None if self.mse is None else math.sqrt(self.mse)
 
     @property
     def r2(self) -> float | None:
-        """The share of the targets' variance that left-out predictions explain (as ``mse``)."""
+        """The share of the targets' variance that left-out predictions explain, or None."""
         if self.mse is None:
             return None
         assert self.logits is not None and self.targets is not None
@@ -276,7 +281,7 @@ class LeaveOneOut(PerExample, Plottable):
 
     @property
     def nll_per_token_before(self) -> float:
-        """Σ losses_before / Σ tokens in nats, of sequences."""
+        """Σ losses_before / Σ tokens of sequences, in nats."""
         return per_token(self.losses_before, self.tokens)
 
     @property
@@ -319,6 +324,7 @@ class LeaveOneOut(PerExample, Plottable):
         return f"LeaveOneOut({', '.join(facts)}{self._note_in_repr})"
 
     def _corrections_in_words(self) -> list[str]:
+        """How many examples have which correction, and how many a leverage of 1 or more."""
         assert self.leverage is not None
         counts = {name: self.correction.count(name) for name in CORRECTION_NAMES}
         words = [f"cavity for {counts['cavity']} of {len(self)}"]
@@ -328,14 +334,14 @@ class LeaveOneOut(PerExample, Plottable):
 
 
 def per_token(losses: Tensor, tokens: Tensor | None) -> float:
-    """Σ losses / Σ tokens in nats."""
+    """Σ losses / Σ tokens in nats; an InputError without tokens."""
     if tokens is None:
         raise InputError("only sequences have a loss per token; use nll or losses")
     return float(losses.double().sum() / tokens.sum())
 
 
 def columns_of_losses(losses: Tensor, tokens: Tensor | None, suffix: str = "") -> dict[str, Any]:
-    """Columns ``loss`` and, of sequences, ``tokens`` and ``loss_per_token``."""
+    """The columns ``loss`` and, of sequences, ``tokens`` and ``loss_per_token``."""
     if tokens is None:
         return {f"loss{suffix}": losses}
     return {
@@ -346,31 +352,31 @@ def columns_of_losses(losses: Tensor, tokens: Tensor | None, suffix: str = "") -
 
 
 def exponential(value: float) -> float:
-    """exp(value); inf where that is beyond float64."""
+    """exp(value); infinite where it overflows."""
     return float(torch.tensor(value, dtype=torch.float64).exp())
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf(Noted, Plottable):
-    """What :func:`blr_analysis.what_if` gives.
+    """The result of :func:`blr_analysis.what_if`.
 
     Attributes:
-        before, after: losses and hits on ``evaluate`` without and with the change.
-        solver: what was used: "posterior", "cg", "replay", "retrain", or "subtraction" of sites.
-        interval: (low, high), where the nll after retraining lies in four of five cases, by the
-            spread over seeds; None of a single answer.
-        error: of steps of the rule on a sum of sites, an estimate in nats of how far ``nll`` is
-            from fitting again (no bound; with few ``passes=`` it misses what is slow to begin): 0
-            for conjugate models, infinite where steps do not shrink, None where the model has no
-            step to repeat, and of networks.
-        parameters, buffers: of the changed model by name; of several trainings the first one's;
-            empty for a sum of sites.
-        applied_nll: the loss of that model on ``evaluate``; None for a sum of sites.
-        passes: over the data, in forward-and-backward passes; of a sum of sites steps of the rule
+        before, after: losses and correctness on ``evaluate`` without and with the change.
+        solver: "posterior", "cg", "replay", "retrain", or "subtraction" of sites.
+        interval: (low, high), between which the nll after retraining lies in four of five cases,
+            by the spread over seeds; None for a single answer.
+        error: for a sum of sites, an estimate in nats of how far ``nll`` is from that of a new fit.
+            It is no bound; with few ``passes=`` it misses slow changes. It is 0 for conjugate
+            models, infinite where steps do not shrink, and None where there was no step and for
+            networks.
+        parameters, buffers: those of the changed model by name, from the first of several
+            trainings; empty for a sum of sites.
+        applied_nll: the loss of this model on ``evaluate``; None for a sum of sites.
+        passes: forward and backward passes over the data; for a sum of sites, steps of the rule
             after the subtraction.
-        converged: of "cg" and of steps, whether nothing was left to gain.
-        targets: of ``evaluate``; None for a sum of sites.
-        removed, added, relabelled: how many examples.
+        converged: of "cg" and of steps of the rule, whether nothing was left to gain.
+        targets: the targets of ``evaluate``; None for a sum of sites.
+        removed, added, relabelled: the numbers of examples.
     """
 
     before: Evaluation
@@ -392,14 +398,17 @@ class WhatIf(Noted, Plottable):
     @cached_property
     @torch.inference_mode(False)
     def posterior(self) -> Any:
-        """The posterior of the changed model and data: removals chain, and training goes on from
-        it. It is made when it is first asked for. Of short trainings and whole ones its precision
-        is the old one without what left (with what came), its mean the first training's weights."""
+        """The posterior of the changed model and data, computed when it is first needed.
+
+        Further changes and trainings can start from it. For trainings, its mean are the weights of
+        the first one, and its precision is the old one without the removed and with the added
+        examples.
+        """
         return self.posterior_after()
 
     @property
     def nll(self) -> float:
-        """Mean loss on ``evaluate`` after the change, in nats, of the examples that count."""
+        """The mean loss on ``evaluate`` after the change, in nats, over examples that count."""
         return self.after.nll
 
     @property
@@ -414,30 +423,30 @@ class WhatIf(Noted, Plottable):
 
     @property
     def change(self) -> float:
-        """What the nll rises by."""
+        """The rise of the nll by the change."""
         return self.after.nll - self.before.nll
 
     @property
     def by_class(self) -> Any:
-        """DataFrame: one row per class of ``evaluate``, before and after.
+        """A DataFrame with one row per class of ``evaluate``, before and after the change.
 
         Raises:
-            InputError: a sum of sites, or targets that are no classes.
+            InputError: the model is a sum of sites, or the targets are no classes.
         """
         if self.targets is None:
             raise InputError("a sum of sites has no classes to divide the answer by")
         return make_table(ByClass(self.targets, self.before, self.after))
 
     def row(self, group: Any) -> dict[str, Any]:
-        """In the table of groups."""
-        low, high = (math.nan, math.nan) if self.interval is None else self.interval
+        """The row of a removed group in the table of :func:`blr_analysis.what_if_each`."""
+        interval = self.interval or (math.nan, math.nan)
         return {
             "group": group,
             "n": self.removed,
             "nll_before": self.before.nll,
             "nll_after": self.nll,
-            "nll_low": low,
-            "nll_high": high,
+            "nll_low": interval[0],
+            "nll_high": interval[1],
             "accuracy_before": self.before.accuracy,
             "accuracy_after": self.accuracy,
             "solver": self.solver,
@@ -450,45 +459,50 @@ class WhatIf(Noted, Plottable):
         """Write :attr:`parameters` and :attr:`buffers` into ``model`` (in place) and return it.
 
         Raises:
-            InputError: a sum of sites, which has no weights.
-            ModelError: the model lacks one or has another shape; nothing is written.
+            InputError: the answer is of a sum of sites, which has no weights.
+            ModelError: the model lacks one of them or has another shape; nothing is written.
         """
         instance("model", model, nn.Module, "a torch.nn.Module")
         if not self.parameters:
             raise InputError("a sum of sites has no weights to apply; take .posterior")
-        bare = unwrapped(model)
-        places = dict(bare.named_parameters()) | dict(bare.named_buffers())
+        inner_model = unwrapped(model)
+        tensors = dict(inner_model.named_parameters()) | dict(inner_model.named_buffers())
         values = {**self.parameters, **self.buffers}
         for name, value in values.items():
-            place = places.get(name)
-            if place is None or place.shape != value.shape:
-                found = "no such parameter" if place is None else tuple(place.shape)
-                shape = tuple(value.shape)
-                raise ModelError(f"cannot apply {name!r} of shape {shape}: the model has {found}")
+            if name not in tensors:
+                difference = "no such parameter"
+            elif tensors[name].shape != value.shape:
+                difference = str(tuple(tensors[name].shape))
+            else:
+                continue
+            shape = tuple(value.shape)
+            raise ModelError(f"cannot apply {name!r} of shape {shape}: the model has {difference}")
         with torch.no_grad():
             for name, value in values.items():
-                places[name].copy_(value)
+                tensors[name].copy_(value)
         return model
 
     def __repr__(self) -> str:
         counts = {"removed": self.removed, "added": self.added, "relabelled": self.relabelled}
-        change = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-        facts = [f"nll {self.before.nll:.4f} -> {self.nll:.4f}"]
+        change = ", ".join(f"{count} {word}" for word, count in counts.items() if count > 0)
+        losses = f"nll {self.before.nll:.4f} -> {self.nll:.4f}"
         if self.interval is not None:
             low, high = self.interval
-            facts[0] += f" ({low:.2f} to {high:.2f})"
+            losses += f" ({low:.2f} to {high:.2f})"
         if self.error is not None:
-            facts[0] += f" ± {self.error:.2g}"
+            losses += f" ± {self.error:.2g}"
+        facts = [losses]
         if self.accuracy is not None:
             facts.append(f"accuracy {self.before.accuracy:.4f} -> {self.accuracy:.4f}")
         solver = "one step" if self.solver == "posterior" else self.solver
-        passes = f", {self.passes:.0f} passes" if self.passes else ""
-        return f"WhatIf({change}: {', '.join(facts)}; {solver}{passes}{self._note_in_repr})"
+        if self.passes > 0:
+            solver += f", {self.passes:.0f} passes"
+        return f"WhatIf({change}: {', '.join(facts)}; {solver}{self._note_in_repr})"
 
 
 @dataclass(frozen=True)
 class ByClass:
-    """Losses and hits by target, for a table."""
+    """Losses and correctness before and after a change, with the targets of the examples."""
 
     targets: Tensor
     before: Evaluation
@@ -497,31 +511,29 @@ class ByClass:
 
 @dataclass(frozen=True, kw_only=True)
 class Suspicions(PerExample, Plottable):
-    """What :func:`blr_analysis.suspicious` gives.
-
-    Of every score, larger is more suspicious.
+    """The result of :func:`blr_analysis.suspicious`; larger scores are more suspicious.
 
     Attributes:
-        losses: the mean unweighted loss over the run, ``[N]`` in nats; of sequences of a token.
+        losses: the mean unweighted loss over the run, in nats ``[N]``; of sequences per token.
         training: the unweighted loss at the end of the run, ``[N]``.
         left_out: the unweighted left-out loss, ``[N]``.
-        wrong: P(y_i is wrong), ``[N]``, from the left-out predictions; where nothing measured their
-            scale, from the mean of their logits and those of the checkpoints, which calls fewer.
-            None for regression, sequences and sums of sites.
-        proposed: the best other label of the left-out prediction among those that occur in the
-            data, as the targets; None for regression, sequences and sums of sites.
-        unfamiliarity: tr(Λ_i V_i), ``[N]``, how much of the model's freedom the example takes up
-            (in parameters), whatever its label: the rise of its own loss without it that one
-            expects of a label drawn from the model's own prediction. Of sequences estimated with
+        wrong: P(y_i is wrong), ``[N]``, from the left-out predictions. If their scale was not
+            measured, it is from the mean of their logits and those of the checkpoints, which makes
+            probabilities smaller. None for regression, sequences and sums of sites.
+        proposed: the best other label by the left-out prediction, among the labels that occur in
+            the data; None for regression, sequences and sums of sites.
+        unfamiliarity: tr(Λ_i V_i), ``[N]``: the number of the model's parameters that the example
+            determines, whatever its label. It is the expected rise of the example's loss without
+            it, for a label drawn from the model's prediction. For sequences it is estimated with
             four such draws; None for sums of sites without latent numbers.
-        closeness: how much nearer its twin is than its tenth neighbour, ``[N]`` in 0 … 1; 1 is a
-            copy. None where twins were not asked for, and of sums of sites.
-        twin: index of the nearest other example, ``[N]``, or None.
-        kind: "label" (more likely wrong than right), "unfamiliar", "duplicate" or "none": the fault
-            that is suspected.
-        order: indices: what most of the run or the left-out prediction contradicts, by its loss,
-            then strangers, duplicates, and the rest.
-        targets, predictions: None of sequences; a sum of sites has no predictions.
+        closeness: how near the nearest other example is, compared with the tenth, from 0 to 1 (a
+            copy), ``[N]``; None where it was not computed, and for sums of sites.
+        twin: the index of the nearest other example, ``[N]``, or None.
+        kind: the suspected fault: "label" (more likely wrong than right), "unfamiliar",
+            "duplicate" or "none".
+        order: all indices, most suspicious first: contradicted labels by loss, then unfamiliar
+            examples, duplicates, and the rest.
+        targets, predictions: None for sequences; a sum of sites has no predictions.
         table: one row per example, the most suspicious first.
     """
 
@@ -557,11 +569,11 @@ class Suspicions(PerExample, Plottable):
         return columns
 
     def score(self, kind: str) -> Tensor:
-        """The score behind a kind of fault, ``[N]``.
+        """The score by which a kind of fault is found, ``[N]``.
 
         Raises:
-            InputError: an unknown kind, twins that were not asked for, or a kind of fault that
-                this kind of model cannot show.
+            InputError: the kind is unknown, duplicates were not looked for, or this kind of model
+                does not have the score.
         """
         one_of("kind", kind, FAULTS)
         if kind == "label":
@@ -575,16 +587,18 @@ class Suspicions(PerExample, Plottable):
 
     @property
     def precision(self) -> float | None:
-        """The share that is expected to be wrong of the labels that are called so, the mean of
-        ``wrong``; None where none is, and without ``wrong``."""
-        called = torch.tensor([kind == "label" for kind in self.kind])
-        if self.wrong is None or not bool(called.any()):
+        """The expected share of truly wrong labels among those that are called wrong.
+
+        It is the mean of ``wrong``; None where no label is called wrong, and without ``wrong``.
+        """
+        is_called_wrong = torch.tensor([kind == "label" for kind in self.kind])
+        if self.wrong is None or not bool(is_called_wrong.any()):
             return None
-        return float(self.wrong[called].mean())
+        return float(self.wrong[is_called_wrong].mean())
 
     def __repr__(self) -> str:
-        counts = [f"{self.kind.count(kind)} {kind}" for kind in FAULTS]
+        counts = {kind: f"{self.kind.count(kind)} {kind}" for kind in FAULTS}
         if self.precision is not None:
-            counts[0] += f" ({self.precision:.0%} of them wrong)"
-        text = ", ".join(counts)
+            counts["label"] += f" ({self.precision:.0%} of them wrong)"
+        text = ", ".join(counts.values())
         return f"Suspicions(N={len(self):,}: {text}; see .table, .plot(){self._note_in_repr})"

@@ -1,13 +1,15 @@
-"""A training that still goes on, as what it has done so far: its errors, and how far it went.
+"""Leave-one-out estimates of a training that still goes on, from its errors and its way so far.
 
     f_i^{\\i} ≈ f_i + V_i ē_i,    ē_i = mean_{s ≤ t} e_i(s),    V_i = J_i (H + δ_t)⁻¹ J_iᵀ
 
     δ_t = (L(θ₀) − L(θ_t)) / ‖θ_t − θ₀‖²
 
-A gradient flow that is stopped after a time T has gone as far as the damping 1/T lets it go, and
-1/T ≤ δ_t: so far as the loss has fallen, so far it has moved. Errors of the end alone see no label
-that is learned by heart by then. With both there is no temperature left to be guessed. The estimate
-is of data like the training's, with as many wrong labels.
+* The errors are averaged over the epochs, because the present errors of memorised labels are small.
+* The damping δ_t takes the place of the prior. A gradient flow that is stopped after a time T moves
+  about as far as the damping 1/T permits, and 1/T ≤ δ_t by the fall of the loss along its way.
+
+With both, no temperature has to be guessed. The estimate is for data like the training data, with
+as many wrong labels.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ from blr_analysis.posterior.prior import Prior
 from blr_analysis.snapshots import buffers_of
 from blr_analysis.task import Task
 
-HOW = "how far the loss fell on the way from the first weights"
+HOW = "how far the loss fell on the way from the first weights"  # the scale was measured
 
 
 class RunSoFar:
-    """What a training has done since it was first looked at.
+    """The errors of a training since its first weights, and the way from there.
+
+    An epoch is :meth:`begin`, then :meth:`errors` for every chunk, then :meth:`keep`.
 
     Args:
         task: the model at its first weights, and its data.
@@ -47,34 +51,48 @@ class RunSoFar:
         self._errors: list[Tensor] = []
 
     def applies_to(self, q: Posterior) -> bool:
-        """Whether the run says more of a posterior's scale than its fit, which found a prior off
-        the minimum and has a temperature that nobody measured."""
-        is_found = "prior_choice" in q.record and None in q.prior.entries
-        is_off = q.source == "laplace" and q.at_minimum is False
-        return is_off and is_found and q.calibration is None and not q.earlier
+        """Whether the damping δ_t is a better scale than that of the posterior's fit.
+
+        It is for a fit off the minimum whose prior was chosen by the fit, and whose temperature
+        was not measured.
+        """
+        has_chosen_prior = "prior_choice" in q.record and None in q.prior.entries
+        is_off_minimum = q.source == "laplace" and q.at_minimum is False
+        is_uncalibrated = q.calibration is None and not q.earlier
+        return is_off_minimum and has_chosen_prior and is_uncalibrated
 
     def damped(self, q: Posterior) -> Posterior | None:
         """The posterior with δ_t in place of its prior; None where the loss has not fallen."""
         fall = self._loss_at_first() - self._loss({**q.mean, **q.buffers})
-        squares = [(q.mean[n] - w.to(q.mean[n])).square() for n, w in self.first_weights.items()]
-        distance = sum(float(square.sum(dtype=torch.float64)) for square in squares)
-        if not fall > 0 or not distance > 0:
+        squared_distance = self._squared_distance(q.mean)
+        has_moved = squared_distance > 0
+        if not (fall > 0 and has_moved):
             return None
-        delta = fall / distance
-        difference = Prior({None: delta - q.prior.entries[None]})
+        delta = fall / squared_distance
+        change_of_prior = Prior({None: delta - q.prior.entries[None]})
         return q.changed(
-            form=q.form.plus_prior(difference),
+            form=q.form.plus_prior(change_of_prior),
             prior=Prior({None: delta}, q.prior.mean),
             calibration=Calibration(1.0, how=HOW),
         )
 
+    def _squared_distance(self, weights: Mapping[str, Tensor]) -> float:
+        """‖θ_t − θ₀‖² of all weights."""
+        total = 0.0
+        for name, first in self.first_weights.items():
+            weight = weights[name]
+            difference = weight - first.to(weight)
+            total += float(difference.square().sum(dtype=torch.float64))
+        return total
+
     def _loss_at_first(self) -> float:
+        """L(θ₀), computed once."""
         if self.first_loss is None:
             self.first_loss = self._loss({**self.first_weights, **self._first_buffers})
         return self.first_loss
 
     def _loss(self, state: Mapping[str, Tensor]) -> float:
-        """Σ_i ℓ_i over all data, from the watched ones."""
+        """L = Σ_i ℓ_i over all data, estimated from the watched examples."""
         total = 0.0
         for indices in self._indices.split(self._task.batch_size):
             outputs, targets = self._task.at(state).run(indices)
@@ -83,9 +101,9 @@ class RunSoFar:
         return total * self._task.n_data / len(self._indices)
 
     def errors(self, task: Task, chunk: Chunk) -> Tensor:
-        """ē_i of a chunk of the watched examples, in their order; this epoch's count with it."""
+        """ē_i over all epochs including this one, for the next chunk of watched examples."""
         error = chunk.likelihood.error(chunk.outputs, chunk.targets)
-        start = sum(map(len, self._errors))
+        start = sum(len(earlier) for earlier in self._errors)
         self._errors.append(error.cpu())
         if self.error_sum is None:
             return error
@@ -93,17 +111,17 @@ class RunSoFar:
         return (earlier + error) / (self.epochs + 1)
 
     def begin(self) -> None:
-        """Before an epoch's errors; an epoch that failed does not count."""
+        """Start an epoch; the errors of an epoch that failed are dropped."""
         self._errors = []
 
     def keep(self) -> None:
-        """After them."""
+        """Add the errors of a finished epoch to the sum."""
         error = torch.cat(self._errors)
         self.error_sum = error if self.error_sum is None else self.error_sum + error
         self.epochs += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run that is resumed must know."""
+        """The state from which :meth:`load_state_dict` resumes."""
         return {
             "first_weights": self.first_weights,
             "first_loss": self.first_loss,
@@ -112,8 +130,10 @@ class RunSoFar:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        self.first_weights = {n: torch.as_tensor(w) for n, w in state["first_weights"].items()}
+        """Resume from a state of :meth:`state_dict`."""
+        self.first_weights = {
+            name: torch.as_tensor(weight) for name, weight in state["first_weights"].items()
+        }
         self.first_loss = state["first_loss"]
         error_sum = state["error_sum"]
         self.error_sum = None if error_sum is None else torch.as_tensor(error_sum)

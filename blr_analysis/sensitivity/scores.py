@@ -5,7 +5,8 @@ output there would move by
 
     f_i^{\\i} − f_i ≈ τ V_i ē_i,    ē_i = mean_t ∂ℓ_i/∂f (t),    V_i = J_i Σ J_iᵀ
 
-prediction variance times prediction error, averaged over the posterior's run; τ its temperature.
+It is the prediction variance V_i times the prediction error ē_i, which is averaged over the
+posterior's run; τ is the posterior's temperature.
 """
 
 from __future__ import annotations
@@ -30,30 +31,31 @@ def sensitivity(
 ) -> Scores:
     """How much each training example shapes the model.
 
-    One forward pass and C backward passes that stop at the layers' outputs; no per-example
-    gradient of the model is formed. The model runs at the posterior's mean, in eval mode, and is
-    left as it is.
+    It takes one forward pass, and C backward passes that stop at the layers' outputs; no gradient
+    of a single example is stored. The model runs at the posterior's mean, in eval mode, and is not
+    changed.
 
     Args:
         task: the model and the data it was trained on.
-        posterior: learned on those data. A fitted probabilistic model of
-            :mod:`blr_analysis.learning_rule.inference` keeps its data and stands alone,
-            ``sensitivity(fitted)`` or ``sensitivity(None, fitted)``: its sites are subtracted.
-            A list of those of several runs (:func:`blr_analysis.rerun`): error, variance,
-            deviation and self-influence are means over them; outputs, losses and predictions are
-            the last one's.
-        variance: whether to compute V_i; None: where C ≤ 256 and N·C² fits in 1 GiB. Without it
-            one backward pass gives the self-influence. Of sequences: whether to estimate tr V_i,
-            by four more backward passes.
+        posterior: learned on those data; or a list of the posteriors of several runs
+            (:func:`blr_analysis.rerun`): error, variance, deviation and self-influence are then
+            means over the runs; outputs, losses and predictions are those of the last run. A fitted
+            probabilistic model of :mod:`blr_analysis.learning_rule.inference` has its data and
+            needs no task, ``sensitivity(fitted)`` or ``sensitivity(None, fitted)``: its sites are
+            subtracted.
+        variance: whether to compute V_i; None: if C ≤ 256 and N·C² numbers fit in 1 GiB. Without
+            V_i, one backward pass gives the self-influence. For sequences: whether to estimate
+            tr V_i, by four more backward passes.
 
     Returns:
-        The scores; what sequences (likelihood "tokens", "causal_lm") or a sum of sites do not
-        have is None.
+        The scores. Attributes that sequences (likelihood "tokens", "causal_lm") or sums of sites do
+        not have are None.
 
     Raises:
-        PosteriorError: a posterior of another model, or of another number of examples.
-        ModelError: NaN or inf outputs, BatchNorm in training mode, half precision.
-        DataError: NaN or inf inputs, targets out of range.
+        PosteriorError: the posterior is of another model, or of another number of examples.
+        ModelError: outputs are NaN or inf, BatchNorm is in training mode, or the model is in half
+            precision.
+        DataError: inputs are NaN or inf, or targets are out of range.
 
     Source: Nickl et al., NeurIPS 2023, Eqs. 5–8. V_i is summed layer by layer, for a diagonal Σ as
     Σ_o d_co d_c'o Σ_k σ²_ok a_k².

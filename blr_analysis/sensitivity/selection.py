@@ -1,4 +1,4 @@
-"""Which examples are meant: a mask, indices, or a question asked of the table's rows."""
+"""Selections of examples: a mask, indices, a query string, or a function of a table's row."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError, told_as
 from blr_analysis.sensitivity.slips import ASSIGNMENT, QUOTED, why_nothing, why_unreadable
 
-Selection = Any  # boolean mask [N] | indices | (row) -> bool
-CHEAP = ("index", "target", "prediction", "loss")  # forward passes are enough for these
+Selection = Any  # boolean mask [N] | indices | query string | (row) -> bool
+CHEAP = ("index", "target", "prediction", "loss")  # columns that take only forward passes
 RESERVED = (*CHEAP, "error", "variance", "deviation", "self_influence", "leverage", "tokens")
-
-SEVERAL = ("target_", "prediction_")
+RESERVED_PREFIXES = ("target_", "prediction_")  # of columns for several numbers per example
 
 
 class Columns:
-    """The columns of a subject's table, by their names there, computed when first asked for."""
+    """The columns of a subject's scores' table by name, computed when they are first needed.
+
+    Metadata columns need no computation, unless the table renames some of them because a name is
+    reserved.
+    """
 
     def __init__(self, subject: Any) -> None:
         self._subject = subject
-        metadata = subject.metadata
-        is_renamed = any(n in RESERVED or n.startswith(SEVERAL) for n in metadata)
-        self._metadata: Mapping[str, Sequence[Any]] = {} if is_renamed else metadata
+        self._metadata: Mapping[str, Sequence[Any]] = {}
+        if not any(_is_reserved(name) for name in subject.metadata):
+            self._metadata = subject.metadata
 
     def __getitem__(self, name: str) -> Sequence[Any]:
         if name in self._metadata:
@@ -48,7 +51,7 @@ class Columns:
 
     @cached_property
     def table(self) -> Any:
-        """The scores' own."""
+        """The scores' table, a DataFrame."""
         return self._subject.scores().table
 
     @cached_property
@@ -57,21 +60,28 @@ class Columns:
 
     @cached_property
     def _cheap(self) -> dict[str, Sequence[Any]]:
-        """What forward passes tell; several numbers per example have names of their own."""
+        """The columns that take only forward passes, with one number per example."""
         columns: dict[str, Sequence[Any]] = {}
         for name, values in self._subject.cheap_columns().items():
-            is_one_number = values.ndim == 2 and values.shape[-1] == 1
-            flat = values.squeeze(-1) if is_one_number else values
-            if flat.ndim == 1:
-                columns[name] = flat.tolist()
+            is_column_vector = values.ndim == 2 and values.shape[-1] == 1
+            if is_column_vector:
+                values = values.squeeze(-1)
+            if values.ndim == 1:
+                columns[name] = values.tolist()
         return columns
 
 
+def _is_reserved(name: str) -> bool:
+    """Whether the scores' table has this name for a column of its own."""
+    return name in RESERVED or name.startswith(RESERVED_PREFIXES)
+
+
 class ExampleRow(Mapping[str, Any]):
-    """One row of the table: ``row.target`` or ``row["target"]``."""
+    """One row of the scores' table: ``row.target`` or ``row["target"]``."""
 
     def __init__(self, columns: Columns, index: int) -> None:
-        self._columns, self._index = columns, index
+        self._columns = columns
+        self._index = index
 
     def __getitem__(self, name: str) -> Any:
         return self._columns[name][self._index]
@@ -91,22 +101,24 @@ class ExampleRow(Mapping[str, Any]):
 def select(
     selection: Selection, subject: Any, *, name: str = "remove", labels: Any = None
 ) -> Tensor:
-    """The indices that are meant, sorted, ``[M]`` long.
+    """The sorted indices of a selection, ``[M]``.
 
     Args:
-        subject: whose examples are meant.
+        selection: a mask, indices, a query string, or a function of a row.
+        subject: has the examples.
+        name: the argument's name in errors.
         labels: names of rows, which a pandas Index may use.
 
     Raises:
-        InputError: a mask of another length, indices that repeat or lie outside the data,
-            something that is neither, a function that does not answer true or false, or a
-            selection of nothing.
+        InputError: the mask has another length, indices repeat or lie outside of the data, the
+            query cannot be read, the function does not answer True or False, or the selection is
+            empty.
     """
     n = subject.n
     if isinstance(selection, str):
-        chosen = _queried(selection, Columns(subject), name)
+        chosen = _chosen_by_query(selection, Columns(subject), name)
     elif callable(selection):
-        chosen = _asked(selection, Columns(subject), n, name)
+        chosen = _chosen_by_function(selection, Columns(subject), n, name)
     else:
         chosen = chosen_indices(selection, n, name, labels)
     return each_once(chosen, n, name)
@@ -116,24 +128,27 @@ def each_once(chosen: Sequence[int], n: int, name: str) -> Tensor:
     """These indices as a sorted tensor.
 
     Raises:
-        InputError: none, or one that repeats.
+        InputError: there are none, or one repeats.
     """
-    if not chosen:
+    if len(chosen) == 0:
         raise InputError(f"{name} selects none of the {n} examples")
     indices = torch.tensor(sorted(chosen))
     repeated = indices[1:][indices.diff() == 0]
-    if len(repeated):
+    if len(repeated) > 0:
         twice = int(repeated[0])
         raise InputError(f"{name} names example {twice} more than once; name each example once")
     return indices
 
 
-def _asked(question: Callable[[ExampleRow], Any], columns: Columns, n: int, name: str) -> list[int]:
+def _chosen_by_function(
+    question: Callable[[ExampleRow], Any], columns: Columns, n: int, name: str
+) -> list[int]:
+    """The indices of the rows for which the user's function answers True."""
     chosen = []
     for i in range(n):
         with told_as(InputError, f"the function {name} failed on the row of example {i}"):
             answer = question(ExampleRow(columns, i))
-        if _yes(answer, i, name):
+        if _as_bool(answer, i, name):
             chosen.append(i)
     return chosen
 
@@ -144,8 +159,8 @@ def check_comparison(question: str, name: str) -> None:
         raise InputError(f"{name}={question!r} sets a value: compare with ==")
 
 
-def _queried(question: str, columns: Columns, name: str) -> list[int]:
-    """The rows of a query, as pandas' ``DataFrame.query`` reads it."""
+def _chosen_by_query(question: str, columns: Columns, name: str) -> list[int]:
+    """The indices of the rows that a query selects, as pandas' ``DataFrame.query`` reads it."""
     check_comparison(question, name)
     table = columns.table
     values = {str(column): table[column].tolist() for column in table}
@@ -154,7 +169,7 @@ def _queried(question: str, columns: Columns, name: str) -> list[int]:
 
 @contextmanager
 def meant(refused: str, question: str, values: Mapping[str, Sequence[Any]]) -> Iterator[None]:
-    """Around the reading of a query: where it fails by a name that is none, say which was meant."""
+    """Around the evaluation of a query: an error for an unknown name suggests the right one."""
     try:
         yield
     except Exception as error:
@@ -170,24 +185,25 @@ def rows_of_query(
     """The rows of a DataFrame that a query selects.
 
     Args:
-        values: of the columns that a message may show.
+        values: the values of columns that an error may show.
 
     Raises:
-        InputError: a query that cannot be read or selects nothing, with what was probably meant.
+        InputError: the query cannot be read or selects nothing; it says what was probably meant.
     """
     refused = f"{name}={question!r} is no query of these data"
     with told_as(InputError, refused), meant(refused, question, values):
         rows = table.query(question)
-    if not len(rows):
+    if len(rows) == 0:
         reason = why_nothing(question, values)
         selects = f"{name}={question!r} selects none of the {len(table)} examples"
         raise InputError(f"{selects}: {reason}" if reason else selects)
     return rows
 
 
-def _yes(answer: Any, index: int, name: str) -> bool:
-    arrays = isinstance(answer, (Tensor, np.ndarray, np.generic))
-    value = answer.item() if arrays and math.prod(answer.shape) == 1 else answer
+def _as_bool(answer: Any, index: int, name: str) -> bool:
+    """The answer of the user's function as a bool, or an InputError."""
+    is_array = isinstance(answer, (Tensor, np.ndarray, np.generic))
+    value = answer.item() if is_array and math.prod(answer.shape) == 1 else answer
     if isinstance(value, Integral) and value in (0, 1):  # True and False are integers
         return bool(value)
     raise InputError(
@@ -197,12 +213,12 @@ def _yes(answer: Any, index: int, name: str) -> bool:
 
 
 def groups_by(by: str, subject: Any) -> dict[Any, Tensor]:
-    """Indices of the examples that share a value of a column, by value in sorted order.
+    """The indices of the examples that share a value of a column, by value in sorted order.
 
-    Missing values (NaN) make one group, the last.
+    Missing values (NaN) make one group, which comes last.
 
     Raises:
-        InputError: no such column, or one that holds several values per example.
+        InputError: there is no such column, or it has several values per example.
     """
     if not isinstance(by, str):
         raise InputError(f"by must be the name of a column, got {by!r}")
@@ -214,17 +230,22 @@ def groups_by(by: str, subject: Any) -> dict[Any, Tensor]:
             hash(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(f"column {by!r} holds several values per example") from error
-        group = missing if _is_missing(value) else members.setdefault(value, [])
-        group.append(i)
+        if _is_missing(value):
+            missing.append(i)
+        else:
+            members.setdefault(value, []).append(i)
     try:
         keys = sorted(members)
     except TypeError:
         keys = sorted(members, key=str)
     groups = {key: torch.tensor(members[key]) for key in keys}
-    return {**groups, float("nan"): torch.tensor(missing)} if missing else groups
+    if missing:
+        groups[math.nan] = torch.tensor(missing)
+    return groups
 
 
 def _is_missing(value: Any) -> bool:
+    """Whether this is NaN or pandas.NA, which do not equal themselves."""
     try:
         return bool(value != value)
     except TypeError:  # pandas.NA compares as NA

@@ -1,4 +1,4 @@
-"""What somebody probably meant by a query that selects nothing, or that cannot be read."""
+"""Hints for a query that selects nothing or cannot be read: what the user probably meant."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORDS = {"and", "or", "not", "in", "True", "False", "None"}  # of pandas' querie
 
 
 def why_nothing(question: str, columns: Mapping[str, Sequence[Any]]) -> str:
-    """The values of the columns that a query names, and the one that was probably meant.
+    """A sentence for each column in a query: its values, and the one that was probably meant.
 
     >>> why_nothing("annotator == 'Eve'", {"annotator": ["eve", "ann"]})
     "annotator has 'ann', 'eve'; did you mean 'eve'?"
@@ -42,7 +42,7 @@ def why_nothing(question: str, columns: Mapping[str, Sequence[Any]]) -> str:
 
 
 def why_unreadable(question: str, columns: Mapping[str, Sequence[Any]]) -> str:
-    """What is wrong with the first name in a query that is no column.
+    """One sentence on the first name in a query that is no column; "" if all names are columns.
 
     >>> why_unreadable("anotator == 'eve'", {"annotator": ["eve", "ann"]})
     "there is no column 'anotator'; did you mean 'annotator'?"
@@ -61,7 +61,7 @@ def why_unreadable(question: str, columns: Mapping[str, Sequence[Any]]) -> str:
 
 
 def _in_order(values: set[Any]) -> list[Any]:
-    """Sorted where they can be compared; else by their words."""
+    """The values sorted; values that cannot be compared are sorted by their text."""
     try:
         return sorted(values)
     except TypeError:
@@ -69,7 +69,7 @@ def _in_order(values: set[Any]) -> list[Any]:
 
 
 def _like(text: str, values: Sequence[Any]) -> list[str]:
-    """The values that read like a text, whatever their case."""
+    """The value that is closest to a text, ignoring case, as a list of one or none."""
     by_lower = {str(value).strip().lower(): str(value) for value in values}
     matches = get_close_matches(text.strip().lower(), list(by_lower), n=1, cutoff=0.5)
     return [by_lower[match] for match in matches]

@@ -1,8 +1,10 @@
-"""Whether the trainings of a what-if end where the model's own training ended.
+"""Whether the trainings of a what-if end at the same loss as the model's own training.
 
-An answer by trainings holds for the model as far as they are its training. Of whole trainings on
-the changed data the examples that stay are compared; of short ones, which end above the model's
-loss, the checkpoint where the run had made half of its rate × steps.
+An answer by trainings holds for the model only if they train it as it was trained.
+
+* Whole trainings on the changed data should end at the model's losses of the examples that stay.
+* Short trainings end above the model's loss. They should end between the model's loss and that of
+  the checkpoint where the run had made half of its way, counted in learning rate times steps.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ def retraining_note(
     changed: float,
     training: Callable[[int], State],
 ) -> str:
-    """One line where whole trainings ended elsewhere than the model; "" elsewhere.
+    """One line if whole trainings end at another loss than the model's; "" if not.
 
     Args:
-        stays: the examples that are in both data.
-        states: where the trainings ended.
-        changed: the share of the data that is not the same.
-        training: one more of them, by its seed.
+        stays: the indices of examples that are in the data before and after the change.
+        states: the weights and buffers at the end of each training.
+        changed: the share of the data that changed.
+        training: seed → the weights and buffers at the end of one more training.
     """
     return ending_note(
         losses_at(task, posterior.mean, stays),
@@ -49,11 +51,11 @@ def retraining_note(
 
 
 class ReplayEndings:
-    """The same of short trainings on all data.
+    """Whether short trainings on all data end at a loss that suits the model.
 
     Args:
-        recipe: the whole one.
-        seeds: of the short trainings, whose cost bounds that of a whole one.
+        recipe: the whole recipe.
+        seeds: the number of short trainings; a check may take no longer than they do together.
     """
 
     def __init__(self, task: Task, posterior: Posterior, recipe: Recipe, seeds: int) -> None:
@@ -61,16 +63,19 @@ class ReplayEndings:
         self.posterior = posterior
         self.recipe = recipe
         self.seeds = seeds
-        self.losses: list[Tensor] = []  # training losses where short trainings ended
+        self.losses: list[Tensor] = []  # training losses at the end of each short training
         self._whole_note: str | None = None
 
     def add(self, state: State) -> None:
-        """One more short training ended here."""
+        """Add the end of one more short training."""
         self.losses.append(losses_at(self.task, state))
 
     def note(self, short: Recipe) -> str:
-        """None may end below the model's own loss, nor above that of the checkpoint where the run
-        had made half of its rate × steps."""
+        """One line if short trainings, by the recipe ``short``, end at an unsuitable loss; else "".
+
+        It is a loss below the model's, or above that of the checkpoint halfway. Without
+        checkpoints, a whole training is compared with the model instead.
+        """
         if self.posterior.ending:
             return self.posterior.ending
         model_losses = losses_at(self.task, self.posterior.mean)
@@ -84,12 +89,18 @@ class ReplayEndings:
             return self._note_of_a_whole_training(model_losses, short)
         halfway = self.posterior.earlier[self.recipe.halfway(PARTS)]
         halfway_losses = losses_at(self.task.holding(halfway.buffers), halfway.mean)
-        ends_above = mean_ending > float(halfway_losses.mean())
-        return note if ends_above and ending_note(halfway_losses, self.losses) else ""
+        ends_above_halfway = mean_ending > float(halfway_losses.mean())
+        if ends_above_halfway and ending_note(halfway_losses, self.losses):
+            return note
+        return ""
 
     def _note_of_a_whole_training(self, model_losses: Tensor, short: Recipe) -> str:
-        """That of the whole recipe, where it costs no more than the short trainings did."""
-        if self.recipe.epochs > 2 * short.epochs * self.seeds:
+        """The note of one training by the whole recipe, if it takes no longer than the short ones.
+
+        The short trainings are two for each seed, with and without the change.
+        """
+        epochs_of_short_trainings = 2 * short.epochs * self.seeds
+        if self.recipe.epochs > epochs_of_short_trainings:
             return ""
 
         def ending(seed: int) -> Tensor:

@@ -1,13 +1,13 @@
-"""How a network answers a change of its data: a table of solvers, change → answer.
+"""Solvers: functions that predict how a network does after a change of its data.
 
-"posterior"   one step in the posterior's own structure; no example that stays is visited:
+"posterior"   one step in the posterior's own structure, which visits only the changed examples:
 
                   m^{\\G} = m + (S − S_G)⁻¹ Σ_{i∈G} J_iᵀ e_i,     S_G = Σ_{i∈G} J_iᵀ Λ_i J_i
 
-"cg"          a descent from m on the objective of the changed data, at a minimum of it
+"cg"          a descent from m on the objective of the changed data; for a model at a minimum
 
 "replay"      the difference that the change makes to a short training by the model's own recipe,
-              from fresh weights, averaged over seeds s,
+              from fresh weights, averaged over seeds s:
 
                   ℓ_j^{\\G} ≈ ℓ_j(m) + mean_s [ ℓ_j(θ_K^{\\G}, s) − ℓ_j(θ_K, s) ]
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -40,17 +40,25 @@ from blr_analysis.sensitivity.training import Part, recipe_of, trained, whole_da
 from blr_analysis.snapshots import State
 from blr_analysis.task import Task
 
-FEW = 0.01  # of the data: up to there "auto" takes one step
+FEW = 0.01  # share of the data, up to which "auto" takes one step
 EPOCHS = 8  # of a short training
-DESCENT = 60  # passes of "cg"
-WIDENED = 3.3  # times t · spread, for four of five: python -m benchmarks.field --widening
+DESCENT_PASSES = 60  # of "cg" over the data
+# Factor of t · spread over seeds, so that intervals contain the truth in four of five cases
+# (python -m benchmarks.field --widening).
+WIDENED = 3.3
 ONE_STEP_NOTE = "off the minimum: one step, a ranking of changes"
 DESCENT_NOTE = "off the minimum: shows training that goes on"
 
 
 @dataclass(frozen=True)
 class Change:
-    """What leaves, what comes, and what has new labels."""
+    """A change of the data.
+
+    Attributes:
+        leaving: the indices of examples that are removed.
+        new: further examples: a task, or data as a fitted model takes them; None: none.
+        labels: new targets by index; None: none.
+    """
 
     leaving: Tensor
     new: Any = None
@@ -58,22 +66,22 @@ class Change:
 
     @property
     def count(self) -> int:
-        """How many examples it concerns."""
+        """The number of removed, added and relabelled examples."""
         added = 0 if self.new is None else len(self.new)
         return len(self.leaving) + added + len(self.labels or {})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How changes are answered.
+    """The user's settings for answers to changes.
 
     Attributes:
-        evaluate: where to measure; None: on the data themselves.
+        evaluate: the examples to measure on; None: the training data.
         solver: "auto", or a name in SOLVERS.
-        seeds: trainings of "replay" and "retrain".
-        passes: of "cg", or epochs of a short training; None: the default.
-        groups: that are asked about, one after the other.
-        quiet: without progress bars.
+        seeds: the number of trainings of "replay" and "retrain".
+        passes: the passes of "cg", or the epochs of a short training; None: the default.
+        groups: the number of changes that will be answered.
+        quiet: whether progress bars are off.
     """
 
     evaluate: Any = None
@@ -85,60 +93,62 @@ class Settings:
 
 
 class Solvers:
-    """Answers changes of the data of one network; the trainings on all data are made once.
+    """A function from changes of a network's data to answers.
+
+    Trainings on the unchanged data are made once, and serve all answers.
 
     Args:
-        runs: tasks and posteriors of one or several runs, checked; the last ones are the model.
-        where: the examples to measure on, under the trained model.
+        runs: checked tasks and posteriors of one or several runs; the last run is the model.
+        evaluation_task: the examples to measure on, under the trained model.
+        settings: the user's settings.
     """
 
     def __init__(
-        self, runs: Sequence[tuple[Task, Posterior]], where: Task, settings: Settings
+        self, runs: Sequence[tuple[Task, Posterior]], evaluation_task: Task, settings: Settings
     ) -> None:
         one_of("solver", settings.solver, ("auto", *SOLVERS))
         positive_int("seeds", settings.seeds)
         if settings.passes is not None:
             positive_int("passes", settings.passes)
         self.runs = runs
-        self.where = where
+        self.evaluation_task = evaluation_task
         self.settings = settings
         task, self.posterior = runs[-1]
         self.task = task.quiet if settings.quiet else task
-        self.before, self.targets = evaluated(where, self.posterior.mean)
-        self.unlike = unlike_training(self.task, where, self.posterior.mean)
+        self.before, self.targets = evaluated(evaluation_task, self.posterior.mean)
+        self.unlike = unlike_training(self.task, evaluation_task, self.posterior.mean)
         self._unchanged_trainings: dict[int, Evaluation] = {}
 
     def __call__(self, change: Change) -> WhatIf:
-        """How the model does after a change."""
+        """The answer to a change, by the user's solver or the one that suits the change."""
         solver = self.settings.solver
         if solver == "auto":
-            solver = self._chosen(change)
+            solver = self._solver_for(change)
         return SOLVERS[solver](self, change)
 
-    def _chosen(self, change: Change) -> str:
-        """By the size of the group, and what the fit recorded of the minimum."""
+    def _solver_for(self, change: Change) -> str:
+        """The name of the solver that "auto" means: by the size of the change and the fit."""
         if change.count <= max(1, FEW * self.task.n_data):
             return "posterior"
         if self.posterior.at_minimum:
             return "cg"
-        settings = self.settings
-        whole = retrains(self.recipe, settings.groups, settings.passes)
-        return "retrain" if whole else "replay"
+        takes_whole_recipe = retrains(self.recipe, self.settings.groups, self.settings.passes)
+        return "retrain" if takes_whole_recipe else "replay"
 
     @cached_property
     def recipe(self) -> Recipe:
-        """The training's own, or a short default one."""
+        """The recipe of the model's training, or a short default one."""
         return recipe_of(self.task, self.posterior)
 
     @cached_property
     def endings(self) -> ReplayEndings:
-        """Where the short trainings on all data end."""
+        """The losses at the end of short trainings on the unchanged data."""
         return ReplayEndings(self.task, self.posterior, self.recipe, self.settings.seeds)
 
     def measured(self, state: Mapping[str, Tensor]) -> Evaluation:
-        """Losses and hits at these weights and buffers."""
+        """Losses and correctness of the measured examples at these weights and buffers."""
         try:
-            return evaluated(self.where, dict(state))[0]
+            return evaluated(self.evaluation_task, dict(state))[0]
         except ModelError as error:
             raise PosteriorError(
                 f"at the weights after the change {error}. The step is too long for this "
@@ -146,7 +156,7 @@ class Solvers:
             ) from error
 
     def unchanged_training(self, recipe: Recipe, seed: int, label: str) -> Evaluation:
-        """Where a training on all data ends; made once for each seed."""
+        """Losses and correctness after a training on the unchanged data; once for each seed."""
         if seed not in self._unchanged_trainings:
             data = whole_data(self.task)
             with shortened():
@@ -156,13 +166,13 @@ class Solvers:
         return self._unchanged_trainings[seed]
 
     def precision_after(self, change: Change) -> Posterior:
-        """The posterior with the precision of the changed data, its mean where it was."""
-        still = scaled(self.posterior.mean, 0.0)
-        shares = [
-            (sign, replace(part, gradient=still))
-            for sign, part in shares_of(self.task, self.posterior, change)
+        """The posterior with the precision of the changed data, but the mean of the old ones."""
+        zero_gradient = scaled(self.posterior.mean, 0.0)
+        curvatures = [
+            (sign, replace(share, gradient=zero_gradient))
+            for sign, share in shares_of(self.task, self.posterior, change)
         ]
-        return step(self.posterior, shares)
+        return step(self.posterior, curvatures)
 
     def answer(
         self,
@@ -172,41 +182,51 @@ class Solvers:
         state: Mapping[str, Tensor],
         applied_nll: float,
         note: str,
-        **more: Any,
+        interval: tuple[float, float] | None = None,
+        passes: float = 0.0,
+        converged: bool = True,
     ) -> WhatIf:
-        """The result: ``state`` are the changed model's weights and buffers."""
+        """The result of a solver.
+
+        Args:
+            after: losses and correctness after the change.
+            state: weights and buffers of the changed model.
+            applied_nll: the mean loss at these weights and buffers.
+        """
         names = self.posterior.mean
-        weights = {n: t for n, t in state.items() if n in names}
-        buffers = {n: t for n, t in state.items() if n not in names}
-
-        def posterior() -> Posterior:
-            mean = {n: weights[n].to(m) for n, m in names.items()}
-            return self.precision_after(change).changed(mean=mean, buffers=buffers)
-
         return WhatIf(
             before=self.before,
             after=after,
             solver=solver,
-            posterior_after=posterior,
-            parameters={n: t.cpu() for n, t in weights.items()},
-            buffers={n: t.cpu() for n, t in buffers.items()},
+            posterior_after=partial(self._posterior_after, change, state),
+            parameters={name: value.cpu() for name, value in state.items() if name in names},
+            buffers={name: value.cpu() for name, value in state.items() if name not in names},
             applied_nll=applied_nll,
             targets=self.targets,
             removed=len(change.leaving),
             added=0 if change.new is None else len(change.new),
             relabelled=len(change.labels or {}),
             note="; ".join(filter(None, [self.unlike, note])),
-            **more,
+            interval=interval,
+            passes=passes,
+            converged=converged,
         )
+
+    def _posterior_after(self, change: Change, state: Mapping[str, Tensor]) -> Posterior:
+        """The posterior of the changed data, with these weights as its mean, and these buffers."""
+        old_mean = self.posterior.mean
+        mean = {name: state[name].to(m) for name, m in old_mean.items()}
+        buffers = {name: value for name, value in state.items() if name not in old_mean}
+        return self.precision_after(change).changed(mean=mean, buffers=buffers)
 
 
 def one_step(solvers: Solvers, change: Change) -> WhatIf:
-    """λ ∓ Σ λ̃_i; of several runs the mean of what their steps change."""
+    """One step λ ∓ Σ λ̃_i; for several runs, the mean of the changes of losses by their steps."""
     differences = []
     posterior = solvers.posterior
     for task, q in solvers.runs:
         posterior = step(q, shares_of(task, q, change))
-        before, _ = evaluated(solvers.where.holding(q.buffers), q.mean)
+        before, _ = evaluated(solvers.evaluation_task.holding(q.buffers), q.mean)
         after = solvers.measured({**posterior.mean, **posterior.buffers})
         differences.append(after.losses.double() - before.losses.double())
     state = {**posterior.mean, **posterior.buffers}
@@ -218,12 +238,12 @@ def one_step(solvers: Solvers, change: Change) -> WhatIf:
 
 
 def descended(solvers: Solvers, change: Change) -> WhatIf:
-    """Quasi-Newton steps on the objective of the changed data, which know the posterior."""
+    """Quasi-Newton steps on the objective of the changed data, preconditioned by the posterior."""
     q = solvers.posterior
     objective = changed_objective(solvers.task, q, change)
     preconditioner = solvers.precision_after(change)
     descent = Descent(objective, preconditioner.form, objective.at(dict(q.mean)))
-    descent.run(solvers.settings.passes or DESCENT)
+    descent.run(solvers.settings.passes or DESCENT_PASSES)
     state = {**descent.point.params, **q.buffers}
     after = solvers.measured(state)
     return solvers.answer(
@@ -244,40 +264,69 @@ def replayed(solvers: Solvers, change: Change) -> WhatIf:
         raise InputError("a recipe of train= cannot be shortened: solver='retrain'")
     recipe = solvers.recipe.shortened(solvers.settings.passes or EPOCHS)
     objective = changed_objective(solvers.task, solvers.posterior, change)
-    parts = [(*part, at) for part, at in zip(objective.parts, objective.places, strict=True)]
+    parts = _parts_at(objective, objective.places)
     label = "what if: short trainings"
     states: list[State] = []
-    pairs: list[tuple[Evaluation, Evaluation]] = []
+    with_change: list[Evaluation] = []
+    without_change: list[Evaluation] = []
     for seed in range(solvers.settings.seeds):
-        unchanged = solvers.unchanged_training(recipe, seed, label)
+        without_change.append(solvers.unchanged_training(recipe, seed, label))
         with shortened():
             states.append(trained(solvers.task, parts, recipe, seed, label=label))
-        pairs.append((solvers.measured(states[-1]), unchanged))
-    before = solvers.before
-    losses = [after.losses.double() - base.losses.double() for after, base in pairs]
-    after = replace(before, losses=before.losses + torch.stack(losses).mean(0))
-    if before.correct is not None:
-        hits = [hits_of(after) - hits_of(base) for after, base in pairs]
-        correct = before.correct + torch.stack(hits).mean(0)
-        after = replace(after, correct=correct.clamp(0, 1))
+        with_change.append(solvers.measured(states[-1]))
+    after = _with_mean_difference(solvers.before, with_change, without_change)
+    differences = [
+        changed_end.nll - unchanged_end.nll
+        for changed_end, unchanged_end in zip(with_change, without_change, strict=True)
+    ]
     return solvers.answer(
         change,
         "replay",
         after,
         states[0],
-        pairs[0][0].nll,
-        interval=interval_around(after.nll, [after.nll - base.nll for after, base in pairs]),
+        with_change[0].nll,
+        interval=interval_around(after.nll, differences),
         passes=float(2 * recipe.epochs * solvers.settings.seeds),
         note=recipe.note or solvers.endings.note(recipe),
     )
+
+
+def _parts_at(objective: Objective, places: Sequence[Tensor]) -> list[Part]:
+    """The parts of an objective's data, with the places of their examples in the minibatches."""
+    return [
+        (task, indices, part_places)
+        for (task, indices), part_places in zip(objective.parts, places, strict=True)
+    ]
+
+
+def _with_mean_difference(
+    before: Evaluation, with_change: Sequence[Evaluation], without_change: Sequence[Evaluation]
+) -> Evaluation:
+    """``before`` plus the mean difference of losses and correctness between the two lists."""
+    losses = _mean_losses(with_change) - _mean_losses(without_change)
+    after = replace(before, losses=before.losses + losses)
+    if before.correct is None:
+        return after
+    correct = _mean_correct(with_change) - _mean_correct(without_change)
+    return replace(after, correct=(before.correct + correct).clamp(0, 1))
+
+
+def _mean_losses(evaluations: Sequence[Evaluation]) -> Tensor:
+    """The losses averaged over evaluations, in float64."""
+    return torch.stack([evaluation.losses.double() for evaluation in evaluations]).mean(0)
+
+
+def _mean_correct(evaluations: Sequence[Evaluation]) -> Tensor:
+    """Correctness averaged over evaluations, in float64."""
+    return torch.stack([correct_of(evaluation) for evaluation in evaluations]).mean(0)
 
 
 def retrained(solvers: Solvers, change: Change) -> WhatIf:
     """The whole recipe on the changed data, once for each seed."""
     objective = changed_objective(solvers.task, solvers.posterior, change)
     n = objective.n_data
-    places = torch.arange(n).split([len(indices) for _, indices in objective.parts])
-    parts: list[Part] = [(*part, at) for part, at in zip(objective.parts, places, strict=True)]
+    sizes = [len(indices) for _, indices in objective.parts]
+    parts = _parts_at(objective, torch.arange(n).split(sizes))
 
     def training(seed: int) -> State:
         label = "what if: retraining"
@@ -288,19 +337,7 @@ def retrained(solvers: Solvers, change: Change) -> WhatIf:
     first = evaluations[0]
     after = replace(first, losses=torch.stack([e.losses for e in evaluations]).mean(0))
     if first.correct is not None:
-        after = replace(after, correct=torch.stack([hits_of(e) for e in evaluations]).mean(0))
-    note = solvers.recipe.note
-    part, stays = objective.parts[0]
-    if not note and part is solvers.task:
-        share_changed = change.count / solvers.task.n_data
-        note = retraining_note(
-            solvers.task,
-            solvers.posterior,
-            stays,
-            states,
-            changed=share_changed,
-            training=training,
-        )
+        after = replace(after, correct=_mean_correct(evaluations))
     return solvers.answer(
         change,
         "retrain",
@@ -309,7 +346,29 @@ def retrained(solvers: Solvers, change: Change) -> WhatIf:
         first.nll,
         interval=interval_around(after.nll, [e.nll for e in evaluations]),
         passes=float(solvers.recipe.epochs * solvers.settings.seeds),
-        note=note,
+        note=solvers.recipe.note or _retraining_note(solvers, change, objective, states, training),
+    )
+
+
+def _retraining_note(
+    solvers: Solvers,
+    change: Change,
+    objective: Objective,
+    states: Sequence[State],
+    training: Callable[[int], State],
+) -> str:
+    """One line if retrainings end at other losses than the model, by the examples that stay."""
+    task, stays = objective.parts[0]
+    some_examples_stay = task is solvers.task
+    if not some_examples_stay:
+        return ""
+    return retraining_note(
+        task,
+        solvers.posterior,
+        stays,
+        states,
+        changed=change.count / task.n_data,
+        training=training,
     )
 
 
@@ -322,8 +381,10 @@ SOLVERS: dict[str, Callable[[Solvers, Change], WhatIf]] = {
 
 
 def retrains(recipe: Recipe, groups: int, passes: int | None) -> bool:
-    """Whether "auto" takes the whole recipe in place of short trainings, which take one more of all
-    data: where it cannot be shortened, or is known and makes no more passes.
+    """Whether "auto" takes the whole recipe instead of short trainings.
+
+    It does if the recipe cannot be shortened, or if it is known and takes no more epochs. Short
+    trainings include one on the unchanged data.
 
     >>> [retrains(Recipe("sgd", lr=0.1, epochs=k, batch_size=8), 1, None) for k in (16, 17)]
     [True, False]
@@ -335,49 +396,58 @@ def retrains(recipe: Recipe, groups: int, passes: int | None) -> bool:
 
 
 def training_epochs(recipe: Recipe | None, groups: int, passes: int | None) -> float:
-    """Epochs over all data that the trainings of "auto" off a minimum take for one seed, where each
-    of these groups leaves the data in turn; without a recipe, those of the default one."""
-    all_without_one = groups - 1  # in parts of the data, the trainings without each group together
+    """Epochs over all data that "auto" takes off a minimum for one seed, as an estimate beforehand.
+
+    Each of the groups leaves the data in turn. Without a recipe the default one is assumed.
+    """
+    # Every example is missing in one of the trainings, which together see the data groups − 1
+    # times in an epoch; a training on the unchanged data sees them once more.
+    changed_data = groups - 1
+    all_data = changed_data + 1
     epochs = EPOCHS if passes is None else passes
     if recipe is None or recipe.train is not None:
-        return epochs * (all_without_one + 1)
+        return epochs * all_data
     if retrains(recipe, groups, passes):
-        return recipe.epochs * all_without_one
-    return recipe.shortened(epochs).epochs * (all_without_one + 1)
+        return recipe.epochs * changed_data
+    return recipe.shortened(epochs).epochs * all_data
 
 
 @contextmanager
 def shortened() -> Iterator[None]:
-    """Around a training in fewer epochs than the recipe's, at a higher rate."""
+    """Around a training in fewer epochs than the recipe's: an error suggests to take more."""
     try:
         yield
     except ModelError as error:
         raise ModelError(f'{error}, or give other passes=, or solver="retrain"') from error
 
 
-def hits_of(evaluation: Evaluation) -> Tensor:
-    """Which answers are right, in float64."""
+def correct_of(evaluation: Evaluation) -> Tensor:
+    """1 for correct answers and 0 for others, in float64."""
     assert evaluation.correct is not None
     return evaluation.correct.double()
 
 
 def interval_around(middle: float, values: Sequence[float]) -> tuple[float, float] | None:
-    """Around the middle WIDENED · t · spread over seeds, four of five; None of one seed."""
+    """middle ± WIDENED · t · spread, with the spread of the values over seeds; None of one seed.
+
+    t is the 90 % quantile of Student's distribution: the truth is inside in four of five cases.
+    """
     if len(values) < 2:
         return None
-    from scipy.special import stdtrit  # 0.3 s: not every import of the package pays for it
+    from scipy.special import stdtrit  # takes 0.3 s to import
 
     spread = float(torch.tensor(values, dtype=torch.float64).std())
-    half = WIDENED * float(stdtrit(len(values) - 1, 0.9)) * spread
-    return middle - half, middle + half
+    quantile = float(stdtrit(len(values) - 1, 0.9))
+    half_width = WIDENED * quantile * spread
+    return middle - half_width, middle + half_width
 
 
 def shares_of(task: Task, posterior: Posterior, change: Change) -> list[tuple[int, Share]]:
-    """What leaves the posterior (−1) and what joins it (+1)."""
+    """The shares of examples that leave the posterior (−1) and of those that join it (+1)."""
     relabelled = torch.tensor(list(change.labels or ()), dtype=torch.long)
     leaving = torch.cat([change.leaving, relabelled])
     shares = []
-    if len(leaving):
+    if len(leaving) > 0:
         shares.append((-1, share(task, posterior, leaving)))
     if change.new is not None:
         shares.append((1, share(change.new.with_model(task), posterior)))

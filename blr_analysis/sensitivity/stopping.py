@@ -1,5 +1,8 @@
-"""Where a training stops, and what it leaves on the way: the epoch that does best on validation
-data, and states at about 1/8, 1/4 and 1/2 of the steps up to there."""
+"""Early stopping of a training by a recipe, and the states that it passes on its way.
+
+The training returns the weights of the epoch that is best on validation data, and the states at
+about 1/8, 1/4 and 1/2 of the steps up to there.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from blr_analysis.task import Task
 
 
 def copied(model: nn.Module) -> State:
-    """A model's weights and buffers, as they are now."""
+    """A copy of a model's weights and buffers."""
     return {name: tensor.detach().clone() for name, tensor in state_of(model).items()}
 
 
@@ -23,43 +26,56 @@ class Trail:
     """The states of a training at about 1/8, 1/4 and 1/2 of its steps.
 
     Args:
-        steps: how many it makes; None: that is not known before it ends.
+        steps: the number of steps of the training; None: it is not known before the end.
     """
 
     def __init__(self, steps: int | None) -> None:
         self._due = None if steps is None else {max(1, round(part * steps)) for part in PARTS}
         self._states: dict[int, State] = {}
 
-    def look(self, done: int, model: nn.Module) -> None:
-        """After this many steps."""
-        is_power_of_two = done & (done - 1) == 0
-        is_due = is_power_of_two if self._due is None else done in self._due
+    def look(self, step: int, model: nn.Module) -> None:
+        """Store the model's state after this step, if it is one of those wanted.
+
+        Where the number of steps is not known, those are the powers of two.
+        """
+        is_power_of_two = step & (step - 1) == 0
+        is_due = is_power_of_two if self._due is None else step in self._due
         if is_due:
-            self._states[done] = copied(model)
+            self._states[step] = copied(model)
 
     def until(self, end: int) -> list[State]:
-        """The states up to the step whose weights the training returns."""
+        """The stored states up to step ``end``, whose weights the training returns."""
         if self._due is not None:
             return list(self._states.values())
         return [self._states[step] for step in thinned(list(self._states), end)]
 
 
 class Best:
-    """The weights of the epoch with the least mean loss on a recipe's validation data."""
+    """The weights of the epoch with the smallest mean loss on a recipe's validation data.
 
-    def __init__(self, under: Task, recipe: Recipe) -> None:
+    Args:
+        trained: the task whose model is trained.
+        recipe: has ``validation``, and perhaps ``patience``.
+    """
+
+    def __init__(self, trained: Task, recipe: Recipe) -> None:
         validation = recipe.validation
         if not isinstance(validation, Task):
-            likelihood = under.likelihood.plain
-            validation = Task(under.model, validation, likelihood=likelihood, forward=under.forward)
-        self.task = validation.with_model(under)
+            validation = Task(
+                trained.model,
+                validation,
+                likelihood=trained.likelihood.plain,
+                forward=trained.forward,
+            )
+        self.task = validation.with_model(trained)
         self.patience = recipe.patience or math.inf
         self.nll = math.inf
         self.state: State = {}
-        self.step = self.epochs_since = 0
+        self.step = 0
+        self.epochs_since = 0
 
-    def look(self, done: int) -> None:
-        """After an epoch, at this step; the model is left in eval mode.
+    def look(self, step: int) -> None:
+        """Evaluate the model after the epoch that ended with this step; leave it in eval mode.
 
         Raises:
             InputError: no validation example counts, or some loss is not finite.
@@ -72,10 +88,10 @@ class Best:
         if nll < self.nll:
             self.nll = nll
             self.state = copied(model)
-            self.step = done
+            self.step = step
             self.epochs_since = 0
 
     @property
     def gave_up(self) -> bool:
-        """Whether ``patience`` epochs brought nothing better."""
+        """Whether the last ``patience`` epochs were no better than the best."""
         return self.epochs_since >= self.patience

@@ -1,17 +1,18 @@
-"""Which examples look wrong: mislabelled, unlike the others, or there twice.
+"""Which examples look wrong: mislabelled, unlike the others, or duplicates.
 
     wrong label      mean_t ℓ_i(t)      over the checkpoints t of the run, unweighted
     P(y_i is wrong)  see :mod:`blr_analysis.sensitivity.wrong_labels`
     unfamiliarity    tr(Λ_i V_i)
     duplicate        closeness of the nearest other example (:mod:`blr_analysis.sensitivity.twins`)
 
-Labels that are wrong are learned late, and what is learned by heart at the end was contradicted
-before (Pleiss et al., 2020).
+Wrong labels are learned late: a model that has memorised one at the end contradicted it earlier in
+its training (Pleiss et al., 2020).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,9 +27,10 @@ from blr_analysis.sensitivity.subjects.contract import Suspects, first_by
 from blr_analysis.sensitivity.twins import nearest
 from blr_analysis.task import Task
 
-CLOSE = 0.5  # a twin at less than half the distance of the tenth neighbour
-LIKELY = 0.5  # more likely wrong than right
-UNLIKELY = 0.01  # wrong for at most one label in a hundred
+FAULT_NAMES = (*FAULTS, NO_FAULT)  # the most suspicious first
+CLOSE = 0.5  # closeness of a duplicate: nearer than half the distance of the tenth neighbour
+LIKELY = 0.5  # probability above which a label is called wrong
+UNLIKELY = 0.01  # probability below which a label is believed
 
 
 @torch.inference_mode(False)  # also where the caller switched it on
@@ -43,26 +45,26 @@ def suspicious(
 ) -> Suspicions:
     """Rank the training examples by how wrong they look, and say in which way.
 
-    Costs what :func:`blr_analysis.sensitivity` costs for every posterior and, for duplicates,
-    ``samples`` forward passes and a comparison of all pairs (N² · 512 operations at most, in
-    blocks).
+    It takes the time of :func:`blr_analysis.sensitivity` for every posterior. Duplicates take
+    another ``samples`` forward passes, and a comparison of all pairs of examples (at most N² · 512
+    operations, in blocks).
 
     Args:
         task: the model and the data it was trained on.
-        posterior: learned on those data; with checkpoints it finds more of the labels that were
-            learned by heart. Or a list of those of several runs.
-        duplicates: whether to look for twins.
-        share: which part of the examples to call strangers, at most, and duplicates, which must
-            have a closeness above ½ that chance does not explain; of regression and sequences also
-            the part whose loss is suspected. Labels of classes are called wrong where they are
-            more likely wrong than right, however many they are.
-        samples: directions in which the weights are moved to find twins.
-        seed: of those directions.
+        posterior: learned on those data; or a list of the posteriors of several runs. With
+            checkpoints it finds more of the wrong labels that the model has memorised.
+        duplicates: whether to look for duplicates.
+        share: at most this share of the examples is called unfamiliar, and at most this share
+            duplicates (which also need a closeness above ½ that chance does not explain). For
+            regression and sequences it is also the share whose labels are called wrong, by their
+            loss. Labels of classes are called wrong if that is more likely than not.
+        samples: the number of draws of the weights that find duplicates.
+        seed: of those draws.
 
     Raises:
-        InputError: no posterior, a share that is not between 0 and 1, fewer than one sample, fewer
-            than three examples to find twins among.
-        PosteriorError, ModelError, DataError: as :func:`blr_analysis.sensitivity`.
+        InputError: there is no posterior, the share is not between 0 and 1, there are no samples,
+            or there are fewer than three examples to find duplicates among.
+        PosteriorError, ModelError, DataError: the errors of :func:`blr_analysis.sensitivity`.
 
     Source: left-out predictions, Nickl et al., NeurIPS 2023, Eq. 12; margins averaged over
     training, Pleiss et al., "Identifying mislabeled data using the area under the margin
@@ -107,16 +109,10 @@ def suspicions_of(
     samples: int = 32,
     seed: int = 0,
 ) -> Suspicions:
-    """The same from left-out predictions that are there already."""
+    """The suspicions of :func:`suspicious`, from left-out predictions that exist already."""
     suspects = subject.suspects(left_out, share)
-    closeness = twin = distinct = None
-    if duplicates and subject.n < 3:
-        raise InputError(f"twins take 3 examples or more, got {subject.n}; or duplicates=False")
-    responses = subject.responses(samples, seed) if duplicates else None
-    if responses is not None:
-        closeness, twin, stands_out = nearest(*responses, progress=subject.progress)
-        distinct = closeness.where(stands_out, 0)
-    kind, order = judged(suspects, distinct, share)
+    twins = _twins_of(subject, samples, seed) if duplicates else NO_TWINS
+    kind, order = judged(suspects, twins.beyond_chance, share)
     notes = [subject.note, none_called(suspects, kind)]
     return Suspicions(
         losses=suspects.losses,
@@ -127,8 +123,8 @@ def suspicions_of(
         targets=suspects.targets,
         predictions=suspects.predictions,
         unfamiliarity=suspects.unfamiliarity,
-        closeness=closeness,
-        twin=twin,
+        closeness=twins.closeness,
+        twin=twins.twin,
         kind=kind,
         order=order,
         likelihood=subject.likelihood,
@@ -137,12 +133,44 @@ def suspicions_of(
     )
 
 
+class Twins(NamedTuple):
+    """The nearest other example of each, ``[N]`` each; None where they were not computed.
+
+    Attributes:
+        twin: its index.
+        closeness: how near it is, from 0 to 1.
+        beyond_chance: the closeness, or 0 where chance explains it.
+    """
+
+    twin: Tensor | None
+    closeness: Tensor | None
+    beyond_chance: Tensor | None
+
+
+NO_TWINS = Twins(None, None, None)
+
+
+def _twins_of(subject: Subject, samples: int, seed: int) -> Twins:
+    """The twins of a subject's examples; none of a model without weights."""
+    if subject.n < 3:
+        raise InputError(f"twins take 3 examples or more, got {subject.n}; or duplicates=False")
+    measured = subject.responses(samples, seed)
+    if measured is None:
+        return NO_TWINS
+    responses, rounding = measured
+    closeness, twin, stands_out = nearest(responses, rounding, progress=subject.progress)
+    return Twins(twin, closeness, closeness.where(stands_out, 0))
+
+
 def none_called(suspects: Suspects, kind: Sequence[str]) -> str:
-    """Why no label is called wrong though the model contradicts some, in one line; "" elsewhere."""
+    """One line on why no label is called wrong although the model contradicts some.
+
+    It is "" if some label is called wrong, or none is contradicted.
+    """
     if suspects.wrong is None or "label" in kind:
         return ""
     contradicted = int(suspects.contradicted.sum())
-    if not contradicted:
+    if contradicted == 0:
         return ""
     likeliest = float(suspects.wrong.max())
     if likeliest == 0:
@@ -155,30 +183,41 @@ def none_called(suspects: Suspects, kind: Sequence[str]) -> str:
 
 
 def judged(suspects: Suspects, closeness: Tensor | None, share: float) -> tuple[list[str], Tensor]:
-    """The kind of every example, and all of them in order: the contradicted by their loss, then
-    strangers, then duplicates, each the first ``share`` of its ranking, then the rest by loss.
+    """The suspected fault of every example, and all examples in the order of suspicion.
 
-    A contradicted example has a wrong label where that is more likely than not; else it may have
-    another fault.
+    The order has four groups: contradicted labels by their loss, unfamiliar examples by their
+    unfamiliarity, duplicates by their closeness, and the rest by loss. A contradicted label is
+    called wrong if that is more likely than not; otherwise the example may have another fault.
+
+    Args:
+        suspects: the measures.
+        closeness: of the nearest other example beyond chance; None: duplicates were not sought.
+        share: the share of unfamiliar examples, and at most that of duplicates.
+
+    Returns:
+        A name of FAULTS or NO_FAULT for every example, and indices ``[N]``.
     """
-    losses, contradicted = suspects.losses, suspects.contradicted
-    fault = torch.full((len(losses),), len(FAULTS))
-    place = fault.clone()  # in the order: the worst kind first
-    scores = losses.clone()
+    losses = suspects.losses
+    contradicted = suspects.contradicted
+    fault = torch.full((len(losses),), FAULT_NAMES.index(NO_FAULT))
+    group = fault.clone()  # which of the four groups of the order an example is in
+    score = losses.clone()  # its rank within the group
     if closeness is not None:
-        twins = (closeness > CLOSE) & first_by(closeness, share)
-        fault[twins] = place[twins] = FAULTS.index("duplicate")
-        scores[twins] = closeness[twins].to(scores)
+        is_duplicate = (closeness > CLOSE) & first_by(closeness, share)
+        fault[is_duplicate] = FAULT_NAMES.index("duplicate")
+        group[is_duplicate] = FAULT_NAMES.index("duplicate")
+        score[is_duplicate] = closeness[is_duplicate].to(score)
     if suspects.unfamiliarity is not None:
-        strangers = first_by(suspects.unfamiliarity, share)
-        fault[strangers] = place[strangers] = FAULTS.index("unfamiliar")
-        scores[strangers] = suspects.unfamiliarity[strangers].to(scores)
-    wrong = contradicted
+        is_unfamiliar = first_by(suspects.unfamiliarity, share)
+        fault[is_unfamiliar] = FAULT_NAMES.index("unfamiliar")
+        group[is_unfamiliar] = FAULT_NAMES.index("unfamiliar")
+        score[is_unfamiliar] = suspects.unfamiliarity[is_unfamiliar].to(score)
+    is_wrong = contradicted
     if suspects.wrong is not None:
-        wrong = contradicted & (suspects.wrong > LIKELY)
-    fault[wrong] = place[contradicted] = FAULTS.index("label")
-    scores[contradicted] = losses[contradicted]
-    by_score = scores.argsort(descending=True, stable=True)
-    order = by_score[place[by_score].argsort(stable=True)]
-    names = (*FAULTS, NO_FAULT)
-    return [names[k] for k in fault.tolist()], order
+        is_wrong = contradicted & (suspects.wrong > LIKELY)
+    fault[is_wrong] = FAULT_NAMES.index("label")
+    group[contradicted] = FAULT_NAMES.index("label")
+    score[contradicted] = losses[contradicted]
+    by_score = score.argsort(descending=True, stable=True)
+    order = by_score[group[by_score].argsort(stable=True)]
+    return [FAULT_NAMES[k] for k in fault.tolist()], order

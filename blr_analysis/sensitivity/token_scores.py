@@ -1,12 +1,12 @@
-"""What leaving out a sequence does to each of its own tokens.
+"""How much the loss of each token would rise without the sequence that it is in.
 
 With g_t = ∇ℓ_it the gradient of one token's loss and g_i = Σ_t g_t that of the sequence,
 
     ℓ_it^{\\i} − ℓ_it ≈ g_tᵀ Σ g_i,        Σ_t g_tᵀ Σ g_i = g_iᵀ Σ g_i
 
-All tokens of a sequence at once: g_i(w) = Σ_t w_t g_t is linear in the weights w of the tokens, so
-that g_tᵀ u = ∂/∂w_t ⟨g_i(w), u⟩ with u = Σ g_i held fixed. One forward pass, one backward pass, and
-one backward pass through that.
+All tokens of a sequence are computed together. g_i(w) = Σ_t w_t g_t is linear in weights w of the
+tokens, so that g_tᵀ u = ∂/∂w_t ⟨g_i(w), u⟩ for the fixed direction u = Σ g_i. This takes one
+forward pass, one backward pass, and one backward pass through the backward pass.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ from blr_analysis.sensitivity.influence.blocks import Budget, loss_gradient, pre
 from blr_analysis.sensitivity.results import PerExample
 from blr_analysis.sensitivity.selection import Selection
 from blr_analysis.sensitivity.subjects import subject_of
-from blr_analysis.sensitivity.training_errors import PART, stands_alone
+from blr_analysis.sensitivity.training_errors import LOGIT_FACTOR, knows_only_the_end
 from blr_analysis.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenScores(PerExample):
-    """What :func:`token_sensitivity` gives: one entry per token that counts; tensors on the CPU.
+    """The result of :func:`token_sensitivity`: M tokens that count; tensors on the CPU.
 
     Attributes:
-        sequence: which example the token is in, ``[M]``.
-        position: its place in the row of labels that the likelihood scores, ``[M]``, from 0; for a
-            causal language model that of the output which predicts it.
-        target: its class (token id), ``[M]``.
-        losses: −log p of it, in nats, ``[M]``.
-        change: τ g_tᵀ Σ g_i, the first-order rise of its loss without its sequence, ``[M]``; larger
-            is more memorised. Negative: the rest of the sequence pulls the other way.
+        sequence: the index of the token's example, ``[M]``.
+        position: the token's place among the labels that the likelihood scores, from 0 ``[M]``; in
+            a causal language model it is the place of the output which predicts the token.
+        target: the token's class (token id), ``[M]``.
+        losses: −log p of the token, in nats ``[M]``.
+        change: τ g_tᵀ Σ g_i, the first-order rise of the token's loss without its sequence, in
+            nats ``[M]``. A large change says that the token is memorised; a negative one says that
+            the other tokens of the sequence make it less likely.
         losses_without: ``losses + change``.
         table: one row per token, with the metadata of its sequence.
     """
@@ -85,19 +86,19 @@ def token_sensitivity(
 ) -> TokenScores:
     """How much the loss of each token would rise without the sequence that it is in.
 
-    Sequences are taken one by one, because each has its own direction Σ g_i: about four forward
-    passes' time each, and three times the model's parameters beside its graph in memory. For
-    whole sequences :func:`blr_analysis.sensitivity` is much faster.
+    Sequences are computed one by one, because each has another direction Σ g_i. A sequence takes
+    the time of about four forward passes, and memory for its graph and three copies of the
+    parameters. For numbers of whole sequences :func:`blr_analysis.sensitivity` is much faster.
 
     Args:
         task: the model and the sequences it was trained on, with a likelihood of tokens.
         posterior: learned on those data.
-        sequences: mask, indices, or a function of the scores' rows; None: all.
+        sequences: which of them: a mask, indices, or a function of the scores' rows; None: all.
 
     Raises:
-        InputError: a likelihood of one target per example.
-        ModelError: the model cannot be differentiated twice (a fused kernel, say).
-        PosteriorError, DataError: as :func:`blr_analysis.sensitivity`.
+        InputError: the likelihood has one target per example.
+        ModelError: the model cannot be differentiated twice, for example for a fused kernel.
+        PosteriorError, DataError: the errors of :func:`blr_analysis.sensitivity`.
 
     Source: Nickl et al., NeurIPS 2023, Eq. 12, for the loss of each token.
 
@@ -143,11 +144,16 @@ def token_influence(
     test_task: Task,
     sources: Tensor,
 ) -> dict[str, Any]:
-    """g_tᵀ Σ g_j of every token of the training sequences ``sources`` ``[M, k]`` on the M test
-    sequences: what each token of a source makes up of its influence, which is their sum.
+    """The influence τ g_tᵀ Σ g_j of single training tokens on test sequences.
+
+    The influences of a sequence's tokens add up to the influence of the sequence.
+
+    Args:
+        sources: the k training sequences of each of M test sequences, ``[M, k]``.
 
     Returns:
-        Columns: question, example, position, target (token id), influence (nats).
+        Columns with one row per token: question (index of the test sequence), example (index of
+        the training sequence), position, target (token id), influence (nats).
     """
     q = checked_posterior(task, posterior)
     assert isinstance(task.likelihood, TokenCategorical)
@@ -157,10 +163,12 @@ def token_influence(
         budget = Budget.of(task, q, 1)
         solved = preconditioned(test_task, q, torch.tensor([question]), loss_gradient, budget)
         direction = {name: rows[0] for name, rows in solved.items()}
+
+        def direction_of(_gradient: Tree, direction: Tree = direction) -> Tree:
+            return direction
+
         for index in row:
-            tokens = _tokens(
-                task, q, task.likelihood, index.view(1), lambda _, fixed=direction: fixed
-            )
+            tokens = _tokens(task, q, task.likelihood, index.view(1), direction_of)
             parts.append(tokens)
             questions.append(torch.full_like(tokens.position, question))
     tokens = Tokens.joined(parts)
@@ -174,13 +182,13 @@ def token_influence(
 
 
 class Tokens(NamedTuple):
-    """Tokens that count, of one sequence or of several.
+    """The tokens that count in one sequence or in several.
 
     Attributes:
-        sequence: which sequence each is in.
-        position: its place there.
-        target: its class.
-        losses: in nats.
+        sequence: the index of each token's sequence.
+        position: the token's place in the sequence.
+        target: the token's class.
+        losses: the token's loss, in nats.
         change: τ g_tᵀ u.
     """
 
@@ -204,41 +212,34 @@ def _tokens(
     index: Tensor,
     direction_of: Callable[[Tree], Tree],
 ) -> Tokens:
-    """One sequence's tokens that count, with u made of g_i by ``direction_of``.
+    """The tokens that count in one sequence, and their changes τ g_tᵀ u.
 
-    Where only the end of a training is known, its errors are those at .7 of the logits.
+    Where only the end of a training is known, the gradients g are those of errors at 0.7 times the
+    logits (:func:`~blr_analysis.sensitivity.training_errors.mean_errors`).
+
+    Args:
+        index: of the sequence, ``[1]``.
+        direction_of: the sequence's gradient g_i → the direction u.
     """
-    part = PART if stands_alone(task, q) else 1.0
+    factor = LOGIT_FACTOR if knows_only_the_end(task, q) else 1.0
     # The fused attention kernels cannot be differentiated twice.
     with torch.enable_grad(), task.evaluation(), sdpa_kernel(SDPBackend.MATH):
-        leaves = {n: p.detach().requires_grad_() for n, p in q.mean.items()}
+        leaves = {name: mean.detach().requires_grad_() for name, mean in q.mean.items()}
         outputs, targets = task.run(task.fetch(index), leaves, index)
         losses = likelihood.token_nll(outputs, targets)
-        weights = torch.ones_like(losses).requires_grad_()
-        slopes = losses
-        if part != 1:
-            slopes = (likelihood.error(part * outputs.detach(), targets) * outputs).sum(-1)
+        pulls = losses  # its gradient by the weights of the model is g_t
+        if factor != 1:
+            errors = likelihood.error(factor * outputs.detach(), targets)
+            pulls = (errors * outputs).sum(-1)
         try:
-            grads = torch.autograd.grad(
-                slopes,
-                list(leaves.values()),
-                weights,
-                create_graph=True,
-                allow_unused=True,
-                materialize_grads=True,
-            )
-            named = dict(zip(leaves, grads, strict=True))
-            direction = direction_of({n: g.detach() for n, g in named.items()})
-            along = torch.stack([(g * direction[n]).sum() for n, g in named.items()]).sum()
-            (change,) = torch.autograd.grad(along, weights)
-            _check_linear(change, along)
+            change = _products_with(pulls, leaves, direction_of)
         except RuntimeError as error:
             raise ModelError(
                 f"the model cannot be differentiated twice: {error}; no gradient checkpointing, "
                 'and attn_implementation="eager"'
             ) from error
     positions = (targets[0] != likelihood.ignore_index).nonzero().flatten()
-    change = q.temperature * change.detach()
+    change = q.temperature * change
     return Tokens(
         sequence=index.expand(len(positions)),
         position=positions,
@@ -248,12 +249,33 @@ def _tokens(
     )
 
 
-def _check_linear(change: Tensor, along: Tensor) -> None:
-    """Raise where an operation lost its second derivative without an error.
+def _products_with(
+    pulls: Tensor, leaves: dict[str, Tensor], direction_of: Callable[[Tree], Tree]
+) -> Tensor:
+    """g_tᵀ u of every token ``[1, T]``, with g_t the gradient of ``pulls`` ``[1, T]``."""
+    token_weights = torch.ones_like(pulls).requires_grad_()
+    gradients = torch.autograd.grad(
+        pulls,
+        list(leaves.values()),
+        token_weights,
+        create_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    gradient = dict(zip(leaves, gradients, strict=True))
+    direction = direction_of({name: g.detach() for name, g in gradient.items()})
+    product = torch.stack([(g * direction[name]).sum() for name, g in gradient.items()]).sum()
+    (products,) = torch.autograd.grad(product, token_weights)
+    _check_linear(products, product)
+    return products.detach()
 
-    ⟨g_i(w), u⟩ is linear in w, and so the sum of its derivatives at w = 1. Norms of Hugging Face's
-    models are taken in float32, whatever the model's dtype.
+
+def _check_linear(products: Tensor, product: Tensor) -> None:
+    """Raise RuntimeError where an operation lost its second derivative without an error.
+
+    ⟨g_i(w), u⟩ is linear in w, so at w = 1 it is the sum of its derivatives. The bound is that of
+    float32, because Hugging Face's models compute their norms in it whatever their dtype is.
     """
-    bound = torch.finfo(torch.float32).eps ** 0.6 * float(change.abs().sum())
-    if abs(float(change.sum() - along.detach())) > bound:
+    bound = torch.finfo(torch.float32).eps ** 0.6 * float(products.abs().sum())
+    if abs(float(products.sum() - product.detach())) > bound:
         raise RuntimeError("an operation hands back a gradient that is cut off from its own input")

@@ -1,17 +1,17 @@
-"""Which examples are there twice, as the model sees them?
+"""Which examples are duplicates, judged by the model?
 
     closeness   1 − d_i,nearest / d_i,10th,    d_ij² = 2 − 2 corr(δf_i, δf_j)
                 δf_i = J_i (θ_s − m),  θ_s ~ q,  s = 1 … S
 
-δf_i is how example i's outputs move when the weights move as the posterior lets them: the
-predictions of two copies always move together. For many samples corr is tr(J_i Σ J_jᵀ) scaled to 1
-for an example with itself: likeness as the model sees it, for any kind of input, where pixels have
-a distance and sentences have none. Of sequences δf_i is the change of the loss, one number for each
-θ_s.
+The response δf_i is how the outputs of example i move when the weights are drawn from the
+posterior. Two copies of an example always move together. With many draws corr is tr(J_i Σ J_jᵀ),
+scaled so that an example has 1 with itself. This likeness exists for every kind of input, also for
+sentences, which have no distance of their own. For sequences δf_i is the change of the loss, one
+number for each θ_s.
 
-A twin must be nearer than chance has it. Around an example of a cloud of any local dimension m the
-log spacings of its neighbours' distances, k log(d_k+1 / d_k), are independent and exponential with
-mean 1/m (Rényi, 1953; Levina & Bickel, 2004), so that m cancels in
+A twin must be nearer than chance would put it. Around an example in a cloud of local dimension m,
+the log spacings of its neighbours' distances, k log(d_k+1 / d_k), are independent and exponential
+with mean 1/m (Rényi, 1953; Levina & Bickel, 2004). m cancels in
 
     P(spacing k > t · mean of the n farther ones) = (1 + t/n)⁻ⁿ
 """
@@ -30,43 +30,50 @@ from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.progress import track
 from blr_analysis.task import Task
 
-SEED_OFFSET = 73_019  # added to the user's, which their data may have been drawn from
-STEP = 0.05  # of a posterior standard deviation: δf by a difference, close to linear
-WIDTH = 512  # numbers by which an example is known, at most
-NEIGHBOURS = 10
-AROUND = 33  # neighbours that tell how far apart examples are here
-ALIKE = 4  # copies of an example, at most, that must stand out from its other neighbours
-CHANCE = 0.01  # of a false twin anywhere in the data, where nearness is chance
+SEED_OFFSET = 73_019  # the user's seed alone may be the one that drew their data
+STEP = 0.05  # of a draw's distance from the mean; so short that outputs change almost linearly
+RESPONSE_NUMBERS = 512  # at most, of an example's response
+CLOSENESS_NEIGHBOUR = 10  # closeness compares the nearest neighbour with this one
+NEIGHBOURS = 33  # their distances show how far apart examples are in this part of the data
+MOST_COPIES = 4  # of an example; so many neighbours may stand out together
+FALSE_TWINS = 0.01  # probability of any false twin in data without twins
 BLOCK = 2**23  # numbers of the matrix of pairs that are held at a time
-NEAR = 1 - 1e-3  # a correlation above which 2 − 2 corr is all rounding
+NEAR = 1 - 1e-3  # a correlation above which 2 − 2 corr is mostly rounding error
+ROUNDING_MARGIN = 4  # times the expected rounding error of a response
 
 
 def responses_of(
     task: Task, posterior: Posterior, *, samples: int, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """δf_i of every example, ``[N, S·C]``, with many outputs random mixtures of them, of sequences
-    δℓ_i; and the distance, relative to ‖δf_i‖, that rounding leaves between two copies, ``[N]``."""
+    """The responses δf_i of all examples (of sequences: δℓ_i), and their rounding errors.
+
+    Returns:
+        δf ``[N, S·C]``, or random mixtures of the outputs where C is large; and the distance,
+        relative to ‖δf_i‖, that rounding leaves between two copies ``[N]``.
+    """
     generator = torch.Generator().manual_seed(seed + SEED_OFFSET)
-    before = _observed(task, posterior.mean)
+    before = _outputs_or_losses(task, posterior.mean)
     n_outputs = before.shape[1]
-    width = max(1, min(n_outputs, WIDTH // samples))
+    n_mixtures = max(1, min(n_outputs, RESPONSE_NUMBERS // samples))
     columns = []
     for _ in track(range(samples), total=samples, label="twins", show=task.progress):
         draw = posterior.sample(generator=generator)
         near = {name: m + STEP * (draw[name] - m) for name, m in posterior.mean.items()}
-        response = (_observed(task, near) - before) / STEP
-        if width < n_outputs:
-            mixture = torch.randn(n_outputs, width, generator=generator, dtype=torch.float64)
+        response = (_outputs_or_losses(task, near) - before) / STEP
+        if n_mixtures < n_outputs:
+            mixture = torch.randn(n_outputs, n_mixtures, generator=generator, dtype=torch.float64)
             response = response @ mixture.to(response.dtype)
         columns.append(response)
     responses = torch.cat(columns, 1)
-    precision = torch.finfo(before.dtype)
-    rounding = precision.eps * before.norm(dim=1) * (samples * width / n_outputs) ** 0.5 / STEP
-    return responses, 4 * rounding / responses.norm(dim=1).clamp_min(precision.tiny)
+    dtype = torch.finfo(before.dtype)
+    rounding_of_one_draw = dtype.eps * before.norm(dim=1) / STEP
+    rounding = rounding_of_one_draw * (samples * n_mixtures / n_outputs) ** 0.5
+    sizes = responses.norm(dim=1).clamp_min(dtype.tiny)
+    return responses, ROUNDING_MARGIN * rounding / sizes
 
 
-def _observed(task: Task, params: Mapping[str, Tensor]) -> Tensor:
-    """What is compared: the outputs ``[N, C]``, of sequences the losses ``[N, 1]``."""
+def _outputs_or_losses(task: Task, params: Mapping[str, Tensor]) -> Tensor:
+    """The numbers that are compared: the outputs ``[N, C]``, of sequences the losses ``[N, 1]``."""
     if task.likelihood.is_sequence:
         return evaluated(task, params)[0].losses.unsqueeze(1)
     return predict(task, params)[0]
@@ -75,60 +82,76 @@ def _observed(task: Task, params: Mapping[str, Tensor]) -> Tensor:
 def nearest(
     responses: Tensor, rounding: Tensor, *, progress: bool | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Closeness, nearest other row, and whether chance fails to explain it, ``[N]`` each.
+    """Closeness, the nearest other example, and whether chance fails to explain it, ``[N]`` each.
 
-    Closeness is 1 for copies and 0 where the nearest is no nearer than the tenth (the farthest
-    where there are fewer). Examples that do not move at all have 0.
+    Closeness is 1 for copies, and 0 where the nearest neighbour is no nearer than the tenth (with
+    fewer neighbours: the last). It is 0 for an example whose outputs do not move.
 
     Args:
         responses: ``[N, D]``.
-        rounding: relative distances below it count as nothing, ``[N]``.
+        rounding: relative distances that count as 0, ``[N]``.
+        progress: whether to show a bar.
     """
-    unit = F.normalize(responses, dim=1)
-    n = len(unit)
-    size = max(1, BLOCK // n)
-    closeness = torch.empty(n, dtype=unit.dtype)
-    twin = torch.empty(n, dtype=torch.long)
-    stands_out = torch.zeros(n, dtype=torch.bool)
-    starts = range(0, n, size)
-    for start in track(starts, total=len(starts), label="pairs", show=progress):
-        rows = torch.arange(start, min(start + size, n))
-        distance, neighbour = _neighbours(unit, rows)
-        distance[distance < rounding[rows, None]] = 0
-        distance, order = distance.sort(1)
-        first = distance[:, 0]
-        tenth = distance[:, min(NEIGHBOURS, distance.shape[1]) - 1]
-        close = torch.where(tenth > 0, 1 - first / tenth, (first == 0).to(unit.dtype))
-        moves = torch.linalg.vector_norm(unit[rows], dim=1) > 0
-        closeness[rows] = torch.where(moves, close, 0)
-        twin[rows] = neighbour.gather(1, order[:, :1])[:, 0]
-        stands_out[rows] = (first == 0) | (by_chance(distance) < CHANCE / n)
+    directions = F.normalize(responses, dim=1)
+    n_examples = len(directions)
+    closeness = torch.empty(n_examples, dtype=directions.dtype)
+    twin = torch.empty(n_examples, dtype=torch.long)
+    stands_out = torch.zeros(n_examples, dtype=torch.bool)
+    blocks = torch.arange(n_examples).split(max(1, BLOCK // n_examples))
+    for rows in track(blocks, total=len(blocks), label="pairs", show=progress):
+        distances, neighbours = _neighbours(directions, rows)
+        distances[distances < rounding[rows, None]] = 0
+        distances, order = distances.sort(1)
+        nearest_distance = distances[:, 0]
+        closeness[rows] = _closeness(directions[rows], distances)
+        twin[rows] = neighbours.gather(1, order[:, :1])[:, 0]
+        is_copy = nearest_distance == 0
+        is_no_chance = chance_of_spacing(distances) < FALSE_TWINS / n_examples
+        stands_out[rows] = is_copy | is_no_chance
     return closeness, twin, stands_out
 
 
-def _neighbours(unit: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Distances to the nearest other rows and which they are, ``[B, K]`` each."""
-    likeness = unit[rows] @ unit.T
-    likeness[torch.arange(len(rows)), rows] = -torch.inf
-    top, index = likeness.topk(min(AROUND, len(unit) - 1), dim=1)
-    distance = (2 - 2 * top).clamp_min(0).sqrt()
-    for near in (top > NEAR).nonzero().split(BLOCK // unit.shape[1]):
-        i, j = near.unbind(1)
-        difference = unit[rows[i]] - unit[index[i, j]]
-        distance[i, j] = torch.linalg.vector_norm(difference, dim=1)
-    return distance, index
+def _closeness(directions: Tensor, distances: Tensor) -> Tensor:
+    """1 − d_nearest / d_10th ``[B]`` of directions ``[B, D]`` with sorted distances ``[B, K]``."""
+    place = min(CLOSENESS_NEIGHBOUR, distances.shape[1]) - 1
+    nearest_distance = distances[:, 0]
+    reference = distances[:, place]
+    are_all_copies = (nearest_distance == 0).to(directions.dtype)
+    closeness = torch.where(reference > 0, 1 - nearest_distance / reference, are_all_copies)
+    moves = torch.linalg.vector_norm(directions, dim=1) > 0
+    return torch.where(moves, closeness, 0)
 
 
-def by_chance(distance: Tensor) -> Tensor:
-    """How likely nearest neighbours would stand out so by chance, from sorted distances
-    ``[B, K]``: the least of the probabilities for the first few spacings, times their number."""
+def _neighbours(directions: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Distances of these rows to their K nearest other rows, and which these are, ``[B, K]``."""
+    correlations = directions[rows] @ directions.T
+    correlations[torch.arange(len(rows)), rows] = -torch.inf
+    n_neighbours = min(NEIGHBOURS, len(directions) - 1)
+    largest, neighbours = correlations.topk(n_neighbours, dim=1)
+    distances = (2 - 2 * largest).clamp_min(0).sqrt()
+    for near_pairs in (largest > NEAR).nonzero().split(BLOCK // directions.shape[1]):
+        i, j = near_pairs.unbind(1)
+        differences = directions[rows[i]] - directions[neighbours[i, j]]
+        distances[i, j] = torch.linalg.vector_norm(differences, dim=1)
+    return distances, neighbours
+
+
+def chance_of_spacing(distances: Tensor) -> Tensor:
+    """The probability that chance alone lets the nearest neighbours stand out as they do, ``[B]``.
+
+    It is the smallest probability of the first few spacings, times their number.
+
+    Args:
+        distances: sorted distances ``[B, K]``.
+    """
     tiny = torch.finfo(torch.float64).tiny
-    logs = distance.double().clamp_min(tiny).log()
-    spacing = logs.diff(dim=1) * torch.arange(1, distance.shape[1])
-    least = torch.ones(len(distance), dtype=torch.float64)
-    trials = min(ALIKE, spacing.shape[1] - 1)
-    for k in range(trials):
-        farther = spacing[:, k + 1 :]
-        ratio = spacing[:, k] / farther.sum(1).clamp_min(tiny)
-        least = torch.minimum(least, (1 + ratio) ** -float(farther.shape[1]))
-    return trials * least
+    log_distances = distances.double().clamp_min(tiny).log()
+    spacings = log_distances.diff(dim=1) * torch.arange(1, distances.shape[1])
+    smallest = torch.ones(len(distances), dtype=torch.float64)
+    n_trials = min(MOST_COPIES, spacings.shape[1] - 1)
+    for k in range(n_trials):
+        farther = spacings[:, k + 1 :]
+        ratio = spacings[:, k] / farther.sum(1).clamp_min(tiny)
+        probability = (1 + ratio) ** -float(farther.shape[1])
+        smallest = torch.minimum(smallest, probability)
+    return n_trials * smallest

@@ -1,8 +1,8 @@
-"""What the model would be if a group of examples were gone, new, or relabelled.
+"""Predict the model after a group of examples is removed, added, or relabelled.
 
     λ^{\\G} = λ − Σ_{i∈G} λ̃_i
 
-A sum of sites is asked for exactly that; a network answers by one of four solvers
+For a sum of sites it is this subtraction; for a network one of four solvers
 (:mod:`blr_analysis.sensitivity.solvers`).
 """
 
@@ -40,37 +40,37 @@ def what_if(
     """The model that other data would have given, predicted in one step or by short trainings.
 
     Args:
-        task: the model, the data it was trained on, and its ``recipe``. Without one a posterior's
-            record may know it; else a short default training is taken, and ``note`` says so.
-        posterior: learned on those data; or a list of those of several runs, the last one last:
-            the step is the mean of theirs. A fitted probabilistic model of
-            :mod:`blr_analysis.learning_rule.inference` stands alone, ``what_if(fitted, remove=...,
-            add=data, evaluate=data)``: its sites are subtracted, then come steps of the rule on
-            the changed data, until they rest or ``passes`` of them; ``error`` estimates how far
-            that is from fitting again.
+        task: the model, the data it was trained on, and its ``recipe``. Without a recipe, that of
+            the posterior's record is used, or a short default one; ``note`` says so.
+        posterior: learned on those data; or a list of the posteriors of several runs, whose steps
+            are averaged; the last run is the model. A fitted probabilistic model of
+            :mod:`blr_analysis.learning_rule.inference` needs no task, ``what_if(fitted, remove=...,
+            add=data, evaluate=data)``. Its sites are subtracted, and steps of the rule on the
+            changed data follow, until they stand still or ``passes`` in number; ``error`` estimates
+            how far that is from a new fit.
         remove: a boolean mask ``[N]``, indices, a query string (``"annotator == 'eve'"``), or a
             function of a row of the scores' table (``lambda row: row.target == 3``). A pandas
             Series is a mask by its own index, a pandas Index names rows.
-        add: a task with examples to be added (its model is not used, its data and forward are).
+        add: a task with examples to add. Its data and its forward are used, but not its model.
         relabel: index → new target; a pandas Series: row label → new target. Sequences have a
-            target per token: remove them, and add them corrected.
-        evaluate: where to measure; default: ``task`` itself. Only its examples, their forward
-            and their likelihood are used; the model is ``task``'s.
+            target per token: remove them, and add corrected ones.
+        evaluate: a task with the examples to measure on; None: ``task``. Its examples, its forward
+            and its likelihood are used; the model is that of ``task``.
         solver: "posterior" (one step), "cg" (a descent), "replay" (short trainings), "retrain" (the
-            whole recipe), or "auto": "posterior" for up to 1 % of the data, else "cg" for a model
-            at its minimum, else "replay", or "retrain" where the recipe makes no more passes, or is
-            a ``train=``. ``result.solver`` says which.
-        seeds: trainings of "replay" and "retrain"; one gives no interval.
-        passes: of "cg" over the changed data (60); epochs of a "replay" (8, or the recipe's).
+            whole recipe), or "auto". "auto" is "posterior" for up to 1 % of the data, else "cg" for
+            a model at its minimum, else "replay", or "retrain" if the recipe makes no more passes,
+            or is a ``train=``. ``result.solver`` says which it was.
+        seeds: the number of trainings of "replay" and "retrain"; a single one gives no interval.
+        passes: passes of "cg" over the changed data (60); epochs of "replay" (8, or the recipe's).
 
     Raises:
-        InputError: nothing to change, nothing left, a bad selection, an unknown solver, an example
-            both removed and relabelled, ``add`` of another likelihood, weights that cannot be drawn
-            anew, ``relabel`` of sequences.
-        DataError: a new target out of range.
-        ModelError: a training that diverges.
-        PosteriorError: a posterior of another model or number of examples, S − S_G that is not
-            positive definite, weights at which the model breaks down.
+        InputError: nothing changes, no example is left, the selection is bad, the solver is
+            unknown, an example is both removed and relabelled, ``add`` has another likelihood,
+            weights cannot be drawn anew, or sequences are relabelled.
+        DataError: a new target is out of range.
+        ModelError: a training diverges.
+        PosteriorError: the posterior is of another model or number of examples, S − S_G is not
+            positive definite, or the model breaks down at the new weights.
 
     Source: Nickl et al., NeurIPS 2023 (the memory-perturbation equation, for a group); Khan & Rue,
     "The Bayesian Learning Rule", Eqs. 54 and 58 (a posterior as a sum of sites).
@@ -85,8 +85,10 @@ def what_if(
         (True, 'replay')
     """
     subject = subject_of(task, posterior)
-    answer = subject.answering(Settings(evaluate, solver, seeds, passes))
-    return answer(subject.change(remove, add, relabel))
+    settings = Settings(evaluate=evaluate, solver=solver, seeds=seeds, passes=passes)
+    answer = subject.answering(settings)
+    change = subject.change(remove, add, relabel)
+    return answer(change)
 
 
 @torch.inference_mode(False)  # also where the caller switched it on
@@ -100,14 +102,14 @@ def what_if_each(
     seeds: int = 3,
     passes: int | None = None,
 ) -> Any:
-    """Take out each class (source, annotator, …) in turn; one row each.
+    """Remove each class (source, annotator, …) in turn, and give a row for each.
 
     The short trainings on all data are made once for all groups.
 
     Args:
-        task, posterior: as for :func:`what_if`; a fitted probabilistic model stands alone.
+        task, posterior: the arguments of :func:`what_if`.
         by: "target" or a metadata column of the task.
-        evaluate, solver, seeds, passes: as for :func:`what_if`.
+        evaluate, solver, seeds, passes: the arguments of :func:`what_if`.
 
     Returns:
         DataFrame with columns group, n, nll_before, nll_after, nll_change, accuracy_before,
@@ -116,8 +118,8 @@ def what_if_each(
         before: a positive nll_change means that the model is worse without the group.
 
     Raises:
-        InputError: no such column, or one with the same value everywhere.
-        PosteriorError, DataError, ModelError: as :func:`what_if`.
+        InputError: there is no such column, or it has the same value everywhere.
+        PosteriorError, DataError, ModelError: the errors of :func:`what_if`.
 
     Example:
         >>> import torch, blr_analysis as blr
@@ -132,9 +134,19 @@ def what_if_each(
     groups = groups_by(by, subject)
     if len(groups) == 1:
         raise InputError(f"column {by!r} has the same value everywhere; choose another")
-    settings = Settings(evaluate, solver, seeds, passes, groups=len(groups), quiet=True)
+    settings = Settings(
+        evaluate=evaluate,
+        solver=solver,
+        seeds=seeds,
+        passes=passes,
+        groups=len(groups),
+        quiet=True,
+    )
     answer = subject.answering(settings)
     label = f"without each {by}"
-    shown = track(groups.items(), total=len(groups), label=label, show=subject.progress)
-    rows = [answer(Change(members)).row(value) for value, members in shown]
+    rows = []
+    for value, members in track(
+        groups.items(), total=len(groups), label=label, show=subject.progress
+    ):
+        rows.append(answer(Change(members)).row(value))
     return GroupRows(rows).table

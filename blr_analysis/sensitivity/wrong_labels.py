@@ -1,14 +1,15 @@
-"""How likely each label is wrong: labels against predictions that have not learned them by heart.
+"""The probability that each label is wrong, from predictions that have not memorised the labels.
 
     P(y_i | x_i) = (1 − ε) p_i + ε (1 − p_i) / (C − 1),     p_i = softmax(β f_i)[y_i]
 
     P(y_i is wrong) = ε (1 − p_i) / (C − 1) / P(y_i | x_i)
 
-A share ε of the labels, at most a half, is drawn from the other classes. ε and β, how sure the
-predictions f_i ought to be, are those of the largest likelihood of all labels. Class weights of the
-training, which shift the predictions by log w_c, are taken out. Where the predictions explain the
-labels no better than the classes' shares do, by the Bayesian information criterion, nothing is
-known. Several binary outputs are labels of their own, and an example is as wrong as its worst.
+The model of labels: a share ε of them, at most a half, is wrong and drawn from the other classes. β
+scales the logits f_i. ε and β maximise the likelihood of all labels. Class weights of the training
+shift the logits by log w_c, and this shift is subtracted. If the predictions explain the labels no
+better than the frequencies of classes do (by the Bayesian information criterion), all probabilities
+are 0. With several binary outputs every output has its label, and an example takes its largest
+probability.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from torch import Tensor
 from blr_analysis.likelihoods import Bernoulli, Likelihood
 
 MAX_WRONG_SHARE = 0.5  # of the labels; if more are wrong, nothing tells which
-HALVINGS = 30
-SURENESS = (-5.0, 3.0)  # log β that is searched
-CLOSE = 0.02  # in log β
+HALVINGS = 30  # of the interval of ε
+LOG_SCALES = (-5.0, 3.0)  # the interval of log β that is searched
+LOG_SCALE_TOLERANCE = 0.02
 
 
 def chance_of_wrong_labels(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
-    """P(y_i is wrong) from left-out outputs, ``[N]``; 0 where nothing is known.
+    """P(y_i is wrong) of every example, ``[N]``; 0 for targets that do not count.
 
     Args:
-        likelihood: of classes, without weights of examples.
-        outputs: logits ``[N, C]``. targets: as that likelihood takes them.
+        likelihood: a likelihood of classes, without weights of examples.
+        outputs: logits ``[N, C]``, predicted without the example.
+        targets: in the form that the likelihood takes.
 
     Example:
         >>> from blr_analysis.likelihoods import Categorical
@@ -55,59 +57,70 @@ def chance_of_wrong_labels(likelihood: Likelihood, outputs: Tensor, targets: Ten
     return chances
 
 
-def _log_weights(likelihood: Likelihood, classes: int) -> Tensor:
-    """By what class weights shift the outputs; 0 where a class has none."""
+def _log_weights(likelihood: Likelihood, n_classes: int) -> Tensor:
+    """log w_c ``[C]``, by which class weights shift the logits; 0 of a class without weight."""
     weights = getattr(likelihood.kind, "weight", None)
     if weights is None:
-        return torch.zeros(classes, dtype=torch.float64)
+        return torch.zeros(n_classes, dtype=torch.float64)
     shift = torch.tensor(weights, dtype=torch.float64).log()
     return shift.where(shift.isfinite(), 0.0)
 
 
 def _chances(logits: Tensor, labels: Tensor) -> Tensor:
-    """P(label is wrong) under the most likely ε and β, ``[N]``."""
-    from scipy.optimize import minimize_scalar  # 0.3 s: not every import of the package pays for it
+    """P(label is wrong) under the most likely ε and β, ``[N]``, from logits ``[N, C]``."""
+    from scipy.optimize import minimize_scalar  # takes 0.3 s to import
 
-    if len(labels) == 0:
+    n_labels = len(labels)
+    if n_labels == 0:
         return torch.zeros(0, dtype=torch.float64)
     counts = torch.bincount(labels, minlength=logits.shape[1])
-    others = max(1, int((counts > 0).sum()) - 1)
+    n_occurring = int((counts > 0).sum())
+    n_other_classes = max(1, n_occurring - 1)
 
-    def believed(log_sureness: float) -> Tensor:
-        p = (logits * math.exp(log_sureness)).softmax(1)
-        return p.gather(1, labels[:, None]).squeeze(1)
+    def label_probabilities(log_scale: float) -> Tensor:
+        probabilities = (math.exp(log_scale) * logits).softmax(1)
+        return probabilities.gather(1, labels[:, None]).squeeze(1)
 
-    def surprise(log_sureness: float) -> float:
-        return -_likeliest_rate(believed(log_sureness), others)[1]
+    def negative_log_likelihood(log_scale: float) -> float:
+        _, log_likelihood = _likeliest_rate(label_probabilities(log_scale), n_other_classes)
+        return -log_likelihood
 
     minimum: Any = minimize_scalar(
-        surprise, SURENESS, bounds=SURENESS, method="bounded", options={"xatol": CLOSE}
+        negative_log_likelihood,
+        bounds=LOG_SCALES,
+        method="bounded",
+        options={"xatol": LOG_SCALE_TOLERANCE},
     )
-    p = believed(float(minimum.x))
-    rate, log_likelihood = _likeliest_rate(p, others)
-    shares = counts.double() / len(labels)
-    by_shares = float(shares[labels].log().sum())
-    if log_likelihood <= by_shares + math.log(len(labels)):
+    p = label_probabilities(float(minimum.x))
+    rate, log_likelihood = _likeliest_rate(p, n_other_classes)
+    frequencies = counts.double() / n_labels
+    log_likelihood_of_frequencies = float(frequencies[labels].log().sum())
+    penalty = math.log(n_labels)  # two parameters more, ½ log N each
+    if log_likelihood <= log_likelihood_of_frequencies + penalty:
         return torch.zeros_like(p)
-    wrong = rate * (1 - p) / others
-    return wrong / ((1 - rate) * p + wrong).clamp_min(torch.finfo(p.dtype).tiny)
+    wrong = rate * (1 - p) / n_other_classes
+    right = (1 - rate) * p
+    return wrong / (right + wrong).clamp_min(torch.finfo(p.dtype).tiny)
 
 
-def _likeliest_rate(p: Tensor, others: int) -> tuple[float, float]:
-    """ε and the log likelihood there, which is concave in ε, of labels with probabilities p."""
+def _likeliest_rate(p: Tensor, n_other_classes: int) -> tuple[float, float]:
+    """The ε of the largest log likelihood, and this log likelihood, from p_i ``[N]``.
+
+    The log likelihood is concave in ε, so that the sign of its derivative shows the side.
+    """
+    p_if_wrong = (1 - p) / n_other_classes
+
+    def mixture(rate: float) -> Tensor:
+        return ((1 - rate) * p + rate * p_if_wrong).clamp_min(torch.finfo(p.dtype).tiny)
+
     low = 0.0
     high = MAX_WRONG_SHARE
-    if_drawn = (1 - p) / others
-
-    def mixed(rate: float) -> Tensor:
-        return ((1 - rate) * p + rate * if_drawn).clamp_min(torch.finfo(p.dtype).tiny)
-
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        rises = float(((if_drawn - p) / mixed(middle)).sum()) > 0
-        if rises:
+        derivative = float(((p_if_wrong - p) / mixture(middle)).sum())
+        if derivative > 0:
             low = middle
         else:
             high = middle
     rate = (low + high) / 2
-    return rate, float(mixed(rate).log().sum())
+    return rate, float(mixture(rate).log().sum())

@@ -1,20 +1,21 @@
 """The rows of Table 1 that fit probabilistic models: ``Model(prior…).fit(data) -> Fitted``.
 
-To be read like a book; each part needs only those above it.
+Each part needs only the parts above it.
 
-1. *What every fit answers.* :mod:`.fitted`: the posterior is a sum of sites, one per example, so
-   that examples are taken out by subtraction. It also says what functions of yours must give.
+1. *Fits.* :mod:`.fitted`: the posterior is a sum of sites, one per example, so that a subtraction
+   removes an example.
 2. *One step, ρ = 1* (K&R 5.1). :mod:`.conjugate`: which likelihoods are conjugate to which family,
-   and why one step is Bayes' rule. :mod:`.kalman`: the same along a chain.
+   and why one step is Bayes' rule. :mod:`.kalman`: Bayes' rule along a chain of states.
    :mod:`.online`: one example after another, exponential weights and natural gradients.
-3. *Hidden classes* (K&R 5.2, 5.3). :mod:`.em`: parameters at their mode. :mod:`.factor_analysis`:
-   the same for hidden numbers. :mod:`.messages`: local and global parameters of any such model,
-   parameters averaged over; mixtures and chains of classes.
-   :mod:`.lda`: mixed topics of documents, on minibatches with ρ < 1.
+3. *Hidden classes* (K&R 5.2, 5.3). :mod:`.em`: the parameters are at their mode.
+   :mod:`.factor_analysis`: EM with hidden numbers. :mod:`.messages`: parameters are averaged over;
+   mixtures, chains of classes, and other models with local and global parameters.
+   :mod:`.lda`: the topics of documents, on minibatches with ρ < 1.
 4. *Likelihoods that are not conjugate* (K&R 5.3, 5.4). :mod:`.scalar_likelihoods`: integrals over
-   one Gaussian number; :mod:`.latent_problem`: what examples tell; :mod:`.ascent`: how their sites
-   move; :mod:`.cvi`: regression with a link, prediction, cavities; :mod:`.gp`: Gaussian processes;
-   :mod:`.mean_field`: node by node. :mod:`.skew_normal`: when a Gaussian leans.
+   one Gaussian number. :mod:`.latent_problem`: examples and their sites. :mod:`.ascent`: steps of
+   the rule on sites. :mod:`.cvi`: regression with a link, prediction, cavities. :mod:`.gp`:
+   Gaussian processes. :mod:`.mean_field`: one node after another. :mod:`.skew_normal`: asymmetric
+   posteriors of one number.
 5. *Any function* (K&R 1.3, 3.2). :mod:`.functions`: Newton's method with an expectation; several
    minima at once.
 """

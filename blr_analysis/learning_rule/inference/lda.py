@@ -201,19 +201,16 @@ class LDA(Model):
         generator = torch.Generator().manual_seed(at_least(0, "seed", seed))
         q = _random_topics(prior, generator) if start is None else start
         q = self._in_vocabulary("start", q, prior)
-        if batch_size is not None:
-            positive_int("batch_size", batch_size)
+        size = n_documents if batch_size is None else positive_int("batch_size", batch_size)
         n_words = float(data.sum())
 
         def one_pass(t: int) -> float:
             nonlocal q
             order = torch.randperm(n_documents, generator=generator)
-            batches = order.split(batch_size or n_documents)
-            rates = [1.0]
-            if batch_size is not None:
-                steps_before = t * len(batches)
-                rates = [self.rho(steps_before + step) for step in range(1, len(batches) + 1)]
-            q, elbo = self._pass(q, data, batches, rates)
+            batches = order.split(size)
+            first_step = t * len(batches) + 1
+            rates = [self.rho(first_step + k) for k in range(len(batches))]
+            q, elbo = self._pass(q, data, batches, [1.0] if batch_size is None else rates)
             return elbo / n_words
 
         noisy = batch_size is not None or tol == 0

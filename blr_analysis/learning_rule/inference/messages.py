@@ -231,8 +231,7 @@ class MessagePassing(Messages):
 
     def __post_init__(self) -> None:
         is_named = isinstance(self.prior, Mapping) and len(self.prior) > 0
-        nodes = self.prior.values() if is_named else ()
-        if not is_named or not all(isinstance(node, ExponentialFamily) for node in nodes):
+        if not (is_named and all(isinstance(q, ExponentialFamily) for q in self.prior.values())):
             raise InputError("prior must be exponential families by name")
 
     @property

@@ -2,7 +2,7 @@
 
     influence[i, j] = τ · mean_t ∇ℓ_j(t)ᵀ Σ(t) ∇ℓ_i(t)
 
-over the checkpoints t of the posterior's run, and the mean over several runs.
+The mean is over the checkpoints t of the posterior's run, and over several runs.
 """
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ Measure = str | Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One posterior of a run, and the tasks under the model with its buffers.
+    """One posterior of a run.
 
     Attributes:
+        task, test_task: the training and test examples under the model with its buffers.
+        posterior: the posterior at this checkpoint.
         train_cotangent: ∂ℓ_i/∂f of the training examples.
-        weight: of its influence in the sum.
+        weight: the factor of its influence in the sum over checkpoints.
     """
 
     task: Task
@@ -69,17 +71,24 @@ def influence_between(
     quantity = quantity_of(normalize)
     cotangent = cotangent_of(measure)
     checkpoints = checkpoints_of(subject, test_task, normalize)
-    sweeps = [_pieces_of(c, cotangent, normalize, len(checkpoints)) for c in checkpoints]
+    n_checkpoints = len(checkpoints)
+    sweeps = [_pieces_of(c, cotangent, normalize, n_checkpoints) for c in checkpoints]
     test_under_model = checkpoints[-1].test_task
-    measure_name = measure if isinstance(measure, str) else measure.__name__
-    unlike = unlike_training(subject.task, test_under_model, subject.posterior.mean)
-    pairs = Pairs(subject, test_under_model, measure_name, quantity, len(checkpoints), unlike)
+    pairs = Pairs(
+        subject=subject,
+        test=test_under_model,
+        measure=measure if isinstance(measure, str) else measure.__name__,
+        quantity=quantity,
+        checkpoints=n_checkpoints,
+        unlike=unlike_training(subject.task, test_under_model, subject.posterior.mean),
+    )
     if k is not None:
         check_k(k, subject.n)
         return _largest(_summed(sweeps), k, subject.n, pairs)
+    n_test = test_under_model.n_data
     itemsize = next(iter(subject.posterior.mean.values())).element_size()
-    _check_room(subject.n, test_under_model.n_data, itemsize)
-    matrix = _matrix(_summed(sweeps), subject.n, test_under_model.n_data)
+    _check_room(subject.n, n_test, itemsize)
+    matrix = _matrix(_summed(sweeps), subject.n, n_test)
     return Influence.of(matrix, pairs)
 
 
@@ -100,6 +109,7 @@ def checkpoints_of(subject: Any, test_task: Any, normalize: Normalize) -> list[C
 
 
 def _matrix(summed: Iterator[Piece], n_train: int, n_test: int) -> Tensor:
+    """The whole influence ``[N_train, N_test]`` on the CPU."""
     matrix: Tensor | None = None
     for piece in summed:
         if matrix is None:
@@ -112,6 +122,7 @@ def _matrix(summed: Iterator[Piece], n_train: int, n_test: int) -> Tensor:
 
 
 def _largest(summed: Iterator[Piece], k: int, n_train: int, pairs: Pairs) -> TopInfluence:
+    """The k largest and k smallest influences on every test example."""
     blocks: dict[int, Best] = {}
     for piece in summed:
         first_test = int(piece.test[0])
@@ -122,18 +133,23 @@ def _largest(summed: Iterator[Piece], k: int, n_train: int, pairs: Pairs) -> Top
 
 
 def _summed(sweeps: Sequence[Iterator[Piece]]) -> Iterator[Piece]:
-    """Piece by piece the sum over the checkpoints: all cut the matrix at the same places."""
-    for first, *others in zip(*sweeps, strict=True):
-        for other in others:
-            first.values.add_(other.values)
-        yield first
+    """The sum over the checkpoints, piece by piece; all of them have the same pieces."""
+    for total, *further in zip(*sweeps, strict=True):
+        for piece in further:
+            total.values.add_(piece.values)
+        yield total
 
 
 def _pieces_of(
     checkpoint: Checkpoint, cotangent: Cotangent, normalize: Normalize, sharers: int
 ) -> Iterator[Piece]:
-    """The share of one checkpoint in the answer, piece by piece."""
-    task, q, test_task = checkpoint.task, checkpoint.posterior, checkpoint.test_task
+    """One checkpoint's term of the sum, piece by piece.
+
+    ``sharers`` is the number of checkpoints, which share the memory.
+    """
+    task = checkpoint.task
+    test_task = checkpoint.test_task
+    q = checkpoint.posterior
     test_roots: Tensor | None = None
     if normalize == "cosine":
         sweep = chunks(test_task.quiet, q.mean, columns=1)
@@ -158,8 +174,9 @@ def _pieces_of(
 
 
 def _check_room(n_train: int, n_test: int, itemsize: int) -> None:
-    """Raise unless this machine's memory could hold the answer."""
-    size, memory = n_train * n_test * itemsize, physical_memory()
+    """Raise if the influence would take more than this machine's memory."""
+    size = n_train * n_test * itemsize
+    memory = physical_memory()
     if size > memory:
         raise InputError(
             f"influence [{n_train:,}, {n_test:,}] takes {size / 2**30:,.0f} of "
@@ -168,11 +185,11 @@ def _check_room(n_train: int, n_test: int, itemsize: int) -> None:
 
 
 def cotangent_of(measure: Measure) -> Cotangent:
-    """∂(measure)/∂f of every example of a chunk.
+    """The function (task, chunk) → ∂(measure)/∂f of every example of a chunk ``[B, C]``.
 
     Raises:
-        InputError: an unknown word, or a function that does not give one number per example, or
-            none that has a gradient.
+        InputError: the measure is neither "loss" nor a function. The function that is returned
+            raises it where the measure is not one number per example, or has no gradient.
     """
     if isinstance(measure, str) and measure == "loss":
         return loss_gradient
@@ -183,15 +200,20 @@ def cotangent_of(measure: Measure) -> Cotangent:
         with torch.enable_grad():
             outputs = chunk.outputs.detach().clone().requires_grad_()
             values: Any = measure(outputs, chunk.targets)
-            if not isinstance(values, Tensor) or values.shape != outputs.shape[:1]:
-                got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-                raise InputError(f"measure must give one number per example; got {got}")
-            if not values.requires_grad:
-                raise InputError(
-                    "measure has no gradient in the outputs (a count, or detached): use a smooth "
-                    "one, as the loss or a probability"
-                )
-            (slope,) = torch.autograd.grad(values.sum(), outputs)
-        return slope.detach()
+            _check_measure(values, outputs)
+            (gradient_of_sum,) = torch.autograd.grad(values.sum(), outputs)
+        return gradient_of_sum.detach()
 
     return gradient
+
+
+def _check_measure(values: Any, outputs: Tensor) -> None:
+    """Refuse values of a user's measure that are not one number per example, with a gradient."""
+    if not isinstance(values, Tensor) or values.shape != outputs.shape[:1]:
+        result = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise InputError(f"measure must give one number per example; got {result}")
+    if not values.requires_grad:
+        raise InputError(
+            "measure has no gradient in the outputs (a count, or detached): use a smooth one, as "
+            "the loss or a probability"
+        )

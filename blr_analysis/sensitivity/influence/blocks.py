@@ -1,8 +1,9 @@
 """Influence within a memory budget.
 
-The preconditioned gradients H_j = Σ ∇q_j of the test examples are held explicitly, as many as there
-is room for; for each such block the training data pass by once in factored form (G_i = d_i a_iᵀ),
-and each layer's share ⟨H_j, G_i⟩ is computed by the cheaper of two orders of multiplication.
+The test examples come in blocks. For a block, the preconditioned gradients H_j = Σ ∇q_j are stored
+explicitly, as many as memory permits. Then there is one sweep over the training data, whose
+gradients have a factored form (G_i = d_i a_iᵀ for each layer). Each layer's term ⟨H_j, G_i⟩ is
+computed in the cheaper of two orders of multiplication.
 """
 
 from __future__ import annotations
@@ -24,17 +25,24 @@ from blr_analysis.progress import track
 from blr_analysis.sensitivity.corrections import check_finite
 from blr_analysis.task import Task
 
-DEFAULT_MEMORY = 256 * 2**20  # bytes of working memory where the user names no bound
-VECTORS = 8  # of the machine's memory the part that then holds test gradients
-ANSWERS = 4  # copies of a chunk's share of an answer that are held at once
+DEFAULT_MEMORY = 256 * 2**20  # bytes of working memory, if the user gives no bound
+MEMORY_PARTS = 8  # without a bound, one of so many parts of the machine's memory is for H_j
+ANSWER_COPIES = 4  # copies of a chunk's influences that are in memory at once
+BUDGET_PARTS = 6  # of the budget one part is for a chunk, and one for products
 
 Cotangent = Callable[[Task, Chunk], Tensor]  # ∂(quantity)/∂f of every example of a chunk, [B, C]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Influence of the training examples ``train`` on the test examples ``test``, ``[B, M]``; the
-    squares ∇ℓ_iᵀ Σ ∇ℓ_i of the former, ``[B]``, where they were asked for."""
+    """A block of the influence matrix.
+
+    Attributes:
+        train: indices of training examples ``[B]``.
+        test: indices of test examples ``[M]``.
+        values: the influence of the former on the latter ``[B, M]``.
+        squares: ∇ℓ_iᵀ Σ ∇ℓ_i of the training examples ``[B]``; None where not computed.
+    """
 
     train: Tensor
     test: Tensor
@@ -43,39 +51,52 @@ class Piece:
 
 
 def matrix_of(pieces: Iterable[Piece]) -> Tensor:
-    """The values of all pieces on the CPU, ``[N, M]``: the training data may pass by once for each
-    block of test examples."""
+    """The values of all pieces on the CPU, ``[N, M]``.
+
+    The pieces of a block of test examples follow one another in the order of the training data.
+    """
     blocks: dict[int, list[Tensor]] = {}
     for piece in pieces:
-        blocks.setdefault(int(piece.test[0]), []).append(piece.values.cpu())
+        first_test = int(piece.test[0])
+        blocks.setdefault(first_test, []).append(piece.values.cpu())
     return torch.cat([torch.cat(parts) for parts in blocks.values()], dim=1)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How a memory budget is shared: test gradients held, training chunk, products in flight."""
+    """The parts of a memory budget.
+
+    Attributes:
+        vectors: the number of test gradients H_j in a block.
+        chunk: bytes of a training chunk; None: the user gave no bound.
+        room: numbers in the products of a chunk with a block.
+    """
 
     vectors: int
-    chunk: int | None  # None: nobody named a bound
+    chunk: int | None
     room: int
 
     @classmethod
     def of(cls, task: Task, q: Posterior, n_test: int, sharers: int = 1) -> Budget:
-        """For one of so many posteriors that are asked at once."""
+        """The budget of one of ``sharers`` posteriors whose influences are computed together."""
         bound = task.memory_budget
         itemsize = next(iter(q.mean.values())).element_size()
         total = (bound or DEFAULT_MEMORY) // sharers
         for_gradients = total // 2
         if bound is None and task.device.type == "cpu":
-            for_gradients = max(for_gradients, physical_memory() // VECTORS // sharers)
+            for_gradients = max(for_gradients, physical_memory() // MEMORY_PARTS // sharers)
         n_parameters = sum(m.numel() for m in q.mean.values())
-        vectors = max(1, min(n_test, for_gradients // (n_parameters * itemsize)))
-        chunk = None if bound is None else max(1, total // 6)
-        return cls(vectors, chunk, max(1, total // 6 // itemsize))
+        affordable = for_gradients // (n_parameters * itemsize)
+        part = total // BUDGET_PARTS
+        return cls(
+            vectors=max(1, min(n_test, affordable)),
+            chunk=None if bound is None else max(1, part),
+            room=max(1, part // itemsize),
+        )
 
 
 def physical_memory() -> int:
-    """Bytes of memory that this machine has; without a bound where it does not say."""
+    """This machine's memory in bytes; the largest integer where the system does not tell."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):  # not on every system
@@ -99,24 +120,33 @@ def pieces(
     test_indices: Tensor | None = None,
     sharers: int = 1,
 ) -> Iterator[Piece]:
-    """Influence of one training chunk after the other on a block of test examples, block by block.
+    """The influence, in pieces of a chunk of training examples and a block of test examples.
 
-    Values are on the task's device; nothing is held beyond a piece. ``sharers``: posteriors that
-    are asked at once and share the memory.
+    The pieces come block by block, on the task's device. After it was yielded, a piece is not
+    stored here.
+
+    Args:
+        cotangent: ∂q_j/∂f of the test examples.
+        train_cotangent: ∂ℓ_i/∂f of the training examples.
+        squares: whether to compute ∇ℓ_iᵀ Σ ∇ℓ_i of the training examples too.
+        indices, test_indices: the examples; None: all of them.
+        sharers: the number of posteriors that are computed together and share the memory.
     """
-    order = torch.arange(test_task.n_data) if test_indices is None else test_indices
+    test_order = torch.arange(test_task.n_data) if test_indices is None else test_indices
+    n_test = len(test_order)
     n_train = task.n_data if indices is None else len(indices)
-    budget = Budget.of(task, q, len(order), sharers)
-    turn = _turns(q, n_train, len(order))
-    blocks = order.split(budget.vectors)
-    shown = track(blocks, total=len(blocks), label="test blocks", show=task.progress)
-    for block in blocks if len(blocks) == 1 else shown:
-        vectors = preconditioned(test_task, q, block, cotangent, budget, turned=turn)
+    budget = Budget.of(task, q, n_test, sharers)
+    in_basis = _rotates_training_gradients(q, n_train, n_test)
+    blocks = test_order.split(budget.vectors)
+    has_many_blocks = len(blocks) > 1
+    with_bar = track(blocks, total=len(blocks), label="test blocks", show=task.progress)
+    for block in with_bar if has_many_blocks else blocks:
+        vectors = preconditioned(test_task, q, block, cotangent, budget, in_basis=in_basis)
         size = chunk_size(task, q, budget, n_train, len(block))
         for chunk in chunks(task, q.mean, size=size, indices=indices, label="influence"):
             terms = loss_terms(task, chunk, train_cotangent)
             squares_of_chunk = q.form.gram(terms).flatten() if squares else None
-            if turn:
+            if in_basis:
                 terms = q.form.into_basis(terms)
             values = products(terms, vectors, dtype=chunk.outputs.dtype, room=budget.room)[:, 0]
             check_finite(values, "influence")
@@ -125,19 +155,21 @@ def pieces(
             del values, chunk
 
 
-def chunk_size(task: Task, q: Posterior, budget: Budget, n: int, numbers: int) -> int:
-    """Examples per chunk, where each also has so many ``numbers`` in an answer."""
+def chunk_size(task: Task, q: Posterior, budget: Budget, n_data: int, answer_size: int) -> int:
+    """Examples per chunk, if the answer has ``answer_size`` numbers for each example."""
     itemsize = next(iter(q.mean.values())).element_size()
     plan = plan_for(task, q.mean)
     memory = budget.chunk
     if memory is None:
-        memory = default_memory(q.mean, DEFAULT_MEMORY // 6, itemsize * plan.floats(1))
-    most = plan.chunk_size(1, memory, itemsize, n)
-    return max(1, min(most, budget.room // (ANSWERS * numbers)))
+        per_example = itemsize * plan.floats(1)
+        memory = default_memory(q.mean, DEFAULT_MEMORY // BUDGET_PARTS, per_example)
+    by_gradients = plan.chunk_size(1, memory, itemsize, n_data)
+    by_answer = budget.room // (ANSWER_COPIES * answer_size)
+    return max(1, min(by_gradients, by_answer))
 
 
 def loss_terms(task: Task, chunk: Chunk, cotangent: Cotangent = loss_gradient) -> list[Term]:
-    """∇ℓ_i of a chunk in factored form, one column."""
+    """∇ℓ_i of a chunk in factored form, one gradient per example."""
     return chunk.terms(cotangent(task, chunk).unsqueeze(1), last=True)
 
 
@@ -148,16 +180,21 @@ def preconditioned(
     cotangent: Cotangent,
     budget: Budget,
     *,
-    turned: bool = False,
+    in_basis: bool = False,
 ) -> Tree:
-    """Σ ∇q_j of these examples, ``[M, ...]`` by name: in the basis if ``turned``, else outside."""
-    shapes = q.form.basis_shapes() if turned else q.form.shapes
-    like = next(iter(q.mean.values()))
-    solved = {name: like.new_zeros((len(indices), *shape)) for name, shape in shapes.items()}
-    precision = q.form.basis_precision if turned else q.form.per_weight
+    """H_j = Σ ∇q_j of these examples, ``[M, …]`` by name.
+
+    ``in_basis`` gives their coordinates in the basis of the posterior's structure, without it they
+    are by the model's own weights.
+    """
+    shapes = q.form.basis_shapes() if in_basis else q.form.shapes
+    some_weight = next(iter(q.mean.values()))
+    solved = {name: some_weight.new_zeros((len(indices), *shape)) for name, shape in shapes.items()}
+    precision = q.form.basis_precision if in_basis else q.form.per_weight
     is_diagonal = precision is not None
     n_parameters = sum(m.numel() for m in q.mean.values())
-    size = chunk_size(task, q, budget, len(indices), 1 if is_diagonal else n_parameters)
+    answer_size = 1 if is_diagonal else n_parameters
+    size = chunk_size(task, q, budget, len(indices), answer_size)
     start = 0
     for chunk in chunks(task.quiet, q.mean, size=size, indices=indices):
         terms = loss_terms(task, chunk, cotangent)
@@ -167,44 +204,45 @@ def preconditioned(
         if precision is not None:
             _divide(terms, q, precision, rows)
         else:
-            _solve(terms, q, rows, turned=turned)
+            _solve(terms, q, rows, in_basis=in_basis)
         start = end
     return solved
 
 
 def _divide(terms: list[Term], q: Posterior, precision: Tree, rows: Tree) -> None:
-    """Gradients over a diagonal precision, into ``rows``: one example and layer at a time."""
-    for row in range(len(next(iter(rows.values())))):
-        of_example = [term.part(slice(row, row + 1)) for term in terms]
-        for term in q.form.into_basis(of_example):
+    """Write the gradients over a diagonal precision into ``rows``, one example at a time."""
+    n_examples = len(next(iter(rows.values())))
+    for row in range(n_examples):
+        terms_of_example = [term.part(slice(row, row + 1)) for term in terms]
+        for term in q.form.into_basis(terms_of_example):
             for name, gradient in term.jacobian().items():
                 rows[name][row] = gradient[0, 0].div_(precision[name])
 
 
-def _solve(terms: list[Term], q: Posterior, rows: Tree, *, turned: bool) -> None:
-    """Σ times the gradients, into ``rows``: all examples of a chunk together."""
-    n = len(next(iter(rows.values())))
-    gradients = _explicit(q.form.into_basis(terms), q, n, q.form.basis_shapes())
+def _solve(terms: list[Term], q: Posterior, rows: Tree, *, in_basis: bool) -> None:
+    """Write Σ times the gradients into ``rows``, all examples of a chunk together."""
+    n_examples = len(next(iter(rows.values())))
+    gradients = _explicit(q.form.into_basis(terms), q, n_examples, q.form.basis_shapes())
     solved = q.form.basis_solve(gradients)
-    if not turned:
+    if not in_basis:
         solved = q.form.backward(solved)
-    for name, part in solved.items():
-        rows[name][:] = part
+    for name, values in solved.items():
+        rows[name][:] = values
 
 
 def _explicit(
-    terms: list[Term], q: Posterior, n: int, shapes: Mapping[str, tuple[int, ...]]
+    terms: list[Term], q: Posterior, n_examples: int, shapes: Mapping[str, tuple[int, ...]]
 ) -> Tree:
-    """The gradients ``[B, ...]`` by name, zero where the model does not reach."""
-    reached = {name: g[:, 0] for term in terms for name, g in term.jacobian().items()}
-    like = next(iter(q.mean.values()))
-    return {
-        name: reached[name] if name in reached else like.new_zeros((n, *shape))
-        for name, shape in shapes.items()
-    }
+    """The gradients ``[B, …]`` by name; zeros for weights that the outputs do not depend on."""
+    gradients = {name: g[:, 0] for term in terms for name, g in term.jacobian().items()}
+    some_weight = next(iter(q.mean.values()))
+    for name, shape in shapes.items():
+        if name not in gradients:
+            gradients[name] = some_weight.new_zeros((n_examples, *shape))
+    return {name: gradients[name] for name in shapes}
 
 
-def _turns(q: Posterior, n_train: int, n_test: int) -> bool:
-    """Whether training gradients are rotated, rather than test gradients rotated back."""
-    factored, explicit = q.form.rotation_cost()
-    return n_train * factored <= n_test * explicit
+def _rotates_training_gradients(q: Posterior, n_train: int, n_test: int) -> bool:
+    """Whether it is cheaper to rotate training gradients into the basis than to rotate H_j back."""
+    cost_of_factored, cost_of_explicit = q.form.rotation_cost()
+    return n_train * cost_of_factored <= n_test * cost_of_explicit

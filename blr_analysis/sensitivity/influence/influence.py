@@ -5,11 +5,13 @@ influence function of Koh & Liang (ICML 2017) with the learned covariance as inv
 
     influence[i, j] = τ · mean_t ∇ℓ_j(t)ᵀ Σ(t) ∇ℓ_i(t) ≈ ℓ_j(without i) − ℓ_j
 
-over the checkpoints t of the posterior's run, τ its temperature.
-Positive: leaving i out hurts j, i helps. Σ includes the prior and example i itself. Divided by the
-root of the self-influence ∇ℓ_iᵀ Σ ∇ℓ_i it is the change of j for a given change of the model
-(ℓ-RelatIF: Barshan, Brunet & Dziugaite, AISTATS 2020). Examples that are wrong or unlike the others
-move the model most, and so they move every test loss. Normalized, they no longer lead every list.
+The mean is over the checkpoints t of the posterior's run; τ is its temperature. A positive
+influence says that i helps j: leaving i out raises ℓ_j. Σ includes the prior and example i itself.
+
+Normalized influence is divided by the root of the self-influence ∇ℓ_iᵀ Σ ∇ℓ_i. It is the change of
+ℓ_j for a change of the model of a given size (ℓ-RelatIF: Barshan, Brunet & Dziugaite, AISTATS
+2020). Examples that are wrong or unlike the others move the model most, and so they move every test
+loss; normalized, they no longer lead every list.
 """
 
 from __future__ import annotations
@@ -39,27 +41,27 @@ def influence(
 
     influence[i, j] = τ mean_t ∇q_jᵀ Σ ∇ℓ_i with q_j = ℓ_j, in nats: positive where i helps j. At a
     minimum the diagonal of ``influence(task, posterior, task)`` is
-    ``sensitivity(task, posterior).self_influence``. Away from a minimum, a classifier's posterior
-    without earlier checkpoints takes the errors of training examples at 0.7 times the logits, in
-    the place of their mean over the training.
+    ``sensitivity(task, posterior).self_influence``. Off a minimum, the errors of training examples
+    should be averaged over the training; for a classifier whose posterior has no earlier
+    checkpoints, errors at 0.7 times the final logits take the place of that mean.
 
     Args:
         task: the model and the data it was trained on.
-        posterior: learned on those data; or a list of those of several runs
-            (:func:`blr_analysis.rerun`), over which the answer is a mean. A fitted probabilistic
-            model needs no posterior beside it, ``influence(fitted, None, data)``: each site is
-            subtracted, which is exact for conjugate models; for others, ``what_if`` takes an
-            example out by steps of the rule.
-        test_task: the examples whose loss is asked about, under the same model and likelihood.
+        posterior: learned on those data; or a list of the posteriors of several runs
+            (:func:`blr_analysis.rerun`), over which influence is averaged. A fitted probabilistic
+            model has no separate posterior, ``influence(fitted, None, data)``: each site is
+            subtracted. That is exact for conjugate models; for other models ``what_if`` is more
+            exact, because it also takes steps of the rule.
+        test_task: the examples whose loss is predicted, with the same model and likelihood.
         measure: "loss", or a function of outputs ``[B, C]`` and targets that gives one number per
-            test example: the answer is then the rise of that number
-            (``lambda f, y: f.softmax(-1)[:, 3]``).
-        normalize: True divides by √(∇ℓ_iᵀ Σ ∇ℓ_i) of the training example, for finding what a
-            prediction rests on (which source, which fact); the sign stays, the unit is √nats, and
-            sums over groups no longer mean anything. "cosine" divides by the test example's root
-            as well, so that numbers compare across test examples, between -1 and 1.
-        k: None: the whole matrix. A number: the k most helpful and k most harmful of every test
-            example, without ever holding the matrix.
+            test example, such as ``lambda f, y: f.softmax(-1)[:, 3]``. The influence is then the
+            rise of this number.
+        normalize: True divides by √(∇ℓ_iᵀ Σ ∇ℓ_i) of the training example. It is for finding what a
+            prediction rests on (which source, which fact): the sign stays, the unit is √nats, and
+            sums over groups have no meaning. "cosine" divides by the root of the test example as
+            well; numbers lie between -1 and 1 and can be compared across test examples.
+        k: None gives the whole matrix. A number gives the k most helpful and k most harmful
+            training examples of every test example; the matrix is never in memory.
 
     Returns:
         A tensor ``[N_train, N_test]`` on the CPU, an :class:`~blr_analysis.sensitivity.Influence`
@@ -67,12 +69,13 @@ def influence(
         :class:`~blr_analysis.sensitivity.TopInfluence` that ``.top(k)`` gives.
 
     Raises:
-        PosteriorError: a posterior of another model or number of examples, or a test task of
-            another model (other classes, other layers).
-        InputError: a test task of another likelihood, a measure that does not give one number per
-            example, an answer larger than the machine's memory, k above the number of examples.
-        DataError: NaN or inf inputs, targets out of range.
-        ModelError: NaN or inf outputs, an influence that overflows.
+        PosteriorError: the posterior is of another model or number of examples, or the test task is
+            of another model (other classes, other layers).
+        InputError: the test task has another likelihood, the measure does not give one number per
+            example, the matrix is larger than the machine's memory, or k is above the number of
+            examples.
+        DataError: inputs are NaN or inf, or targets are out of range.
+        ModelError: outputs are NaN or inf, or an influence overflows.
 
     Source: Nickl et al., NeurIPS 2023; Koh & Liang, ICML 2017, Eq. 2; averaged over a training:
     Pruthi et al., "TracIn", NeurIPS 2020; normalized: Barshan, Brunet & Dziugaite, "RelatIF",

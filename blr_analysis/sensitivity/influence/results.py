@@ -1,8 +1,9 @@
-"""What influence comes as: a matrix, the strongest training examples, sums over groups."""
+"""Results of influence: the matrix, the strongest training examples, and sums over groups."""
 
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from blr_analysis.views import Listed, Tabular, make_plot
 
 Normalize = bool | str
 
-SHOWN = 5  # of either sign in a table or picture, where nobody says how many
+SHOWN = 5  # examples of either sign in a table or picture, by default
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class ProjectionError:
     Attributes:
         relative_rms: √(Σ(estimate − exact)² / Σ exact²) over the pairs.
         spearman: rank correlation of estimate and exact over the pairs.
-        pairs: how many (training example, test example) pairs were computed exactly.
+        pairs: the number of (training example, test example) pairs that were computed exactly.
     """
 
     relative_rms: float
@@ -40,20 +41,28 @@ class ProjectionError:
     @classmethod
     def between(cls, estimate: Tensor, exact: Tensor) -> ProjectionError:
         """The error of ``estimate`` against ``exact``, of any equal shapes."""
-        a, b = estimate.double().flatten(), exact.double().flatten()
-        size = float(b.norm())
-        gap = float((a - b).norm())
-        rms = gap / size if size else (0.0 if gap == 0 else float("inf"))
-        ranks = torch.stack([x.argsort().argsort().double() for x in (a, b)])
-        rank = float(torch.corrcoef(ranks)[0, 1]) if len(a) > 1 else 1.0
-        return cls(rms, rank, len(a))
+        estimated = estimate.double().flatten()
+        true = exact.double().flatten()
+        size = float(true.norm())
+        distance = float((estimated - true).norm())
+        if distance == 0:
+            relative = 0.0
+        elif size == 0:
+            relative = math.inf
+        else:
+            relative = distance / size
+        spearman = 1.0
+        if len(true) > 1:
+            ranks = [values.argsort().argsort().double() for values in (estimated, true)]
+            spearman = float(torch.corrcoef(torch.stack(ranks))[0, 1])
+        return cls(relative, spearman, len(true))
 
 
 def quantity_of(normalize: Normalize) -> str:
-    """What the values are called.
+    """The name of the values: "influence", "normalized_influence" or "cosine".
 
     Raises:
-        InputError: neither True, False nor "cosine".
+        InputError: ``normalize`` is neither True, False nor "cosine".
     """
     if not isinstance(normalize, bool) and normalize != "cosine":
         raise InputError(f'normalize must be True, False or "cosine", got {normalize!r}')
@@ -63,7 +72,7 @@ def quantity_of(normalize: Normalize) -> str:
 
 
 def rooted(squares: Any) -> Tensor:
-    """√ of gᵀΣg; 1 where there is no gradient."""
+    """√(gᵀΣg), by which influence is divided; 1 where the gradient is 0."""
     roots = squares.clamp_min(0).sqrt()
     return torch.where(roots > 0, roots, 1)
 
@@ -76,9 +85,10 @@ class Pairs:
         subject: the posterior and its training data
             (:class:`~blr_analysis.sensitivity.subjects.Subject`).
         test: the test examples, as the model takes them.
+        measure: "loss", or the name of the user's function.
         quantity: "influence", "normalized_influence" or "cosine".
-        checkpoints: of how many posteriors it is the mean.
-        unlike: how the test data differ from the training data, in one line; "".
+        checkpoints: the number of posteriors over which influence is averaged.
+        unlike: one line on how the test data differ from the training data; "" if they do not.
     """
 
     subject: Any = field(repr=False)
@@ -90,12 +100,14 @@ class Pairs:
 
     @property
     def note(self) -> str:
-        """Why not to trust it, in one line; "" where nothing speaks against it."""
+        """One line on why influence cannot be trusted; "" where it can."""
         return "; ".join(filter(None, [self.unlike, self.subject.note]))
 
     def __str__(self) -> str:
-        """What sets it apart from the plain influence of one posterior; usually nothing."""
-        words = [] if self.quantity == "influence" else [self.quantity]
+        """How it differs from the plain influence of one posterior; often ""."""
+        words = []
+        if self.quantity != "influence":
+            words.append(self.quantity)
         if self.checkpoints > 1:
             words.append(f"mean of {self.checkpoints} checkpoints")
         if self.note:
@@ -108,10 +120,10 @@ class Pairs:
 
 
 class BetweenTasks:
-    """What knows the two tasks that it is between."""
+    """A result between the training examples and the test examples of ``pairs``."""
 
     pairs: Pairs
-    __dir__ = Listed.__dir__  # of a tensor too, which has 600 names of its own
+    __dir__ = Listed.__dir__  # shorter than a tensor's, which has 600 names
 
     def plot(self, test: int = 0, ax: Any = None, **options: Any) -> Any:
         """The most helpful and most harmful training examples of one test example.
@@ -122,12 +134,12 @@ class BetweenTasks:
 
 
 class Influence(BetweenTasks, Tensor, Tabular):
-    """Influence ``[N_train, N_test]``: a tensor on the CPU that knows what it is about.
+    """Influence ``[N_train, N_test]``: a tensor on the CPU, with methods.
 
     ``influence[i, j]`` is the rise of test loss j, in nats, when training example i is left out:
-    positive where i helps j, negative where it harms. Everything that works on a tensor works on
-    it and gives plain tensors; :meth:`top`, :meth:`group`, :attr:`table` and :meth:`plot` come on
-    top. What is saved or pickled is the plain matrix.
+    positive where i helps j, negative where it harms. Operations of torch work on it and give plain
+    tensors. It also has :meth:`top`, :meth:`group`, :attr:`table` and :meth:`plot`. ``torch.save``
+    and pickle write the plain matrix.
     """
 
     @classmethod
@@ -139,14 +151,14 @@ class Influence(BetweenTasks, Tensor, Tabular):
 
     @classmethod
     def of(cls, matrix: Tensor, pairs: Pairs) -> Influence:
-        """This matrix, with the tasks that it is between."""
+        """This matrix as the influence between these pairs of examples."""
         influence = torch.Tensor._make_subclass(cls, matrix.detach(), False)
         influence.pairs = pairs
         return influence
 
     @property
     def note(self) -> str:
-        """How far its scale is to be trusted, in one line; "" where it is."""
+        """One line on why influence cannot be trusted; "" where it can."""
         return self.pairs.note
 
     @property
@@ -175,8 +187,8 @@ class Influence(BetweenTasks, Tensor, Tabular):
             by: one group per value of "target" (default) or of a metadata column.
 
         Raises:
-            InputError: a selection of nothing, no such column, both arguments, or normalized
-                influence, whose sums mean nothing.
+            InputError: the selection is empty, there is no such column, both arguments are given,
+                or influence is normalized, so that sums have no meaning.
         """
         if self.pairs.quantity != "influence":
             raise InputError("only plain influences add up to a group's; leave normalize= out")
@@ -202,7 +214,7 @@ class Influence(BetweenTasks, Tensor, Tabular):
         return f"Influence({', '.join(facts)}; see .top(k), .plot(test))"
 
     def _repr_html_(self) -> str:
-        """One line: the table needs forward passes, and a matrix tells nobody anything."""
+        """The repr, because a table would take forward passes."""
         return f"<p><code>{html.escape(repr(self))}</code></p>"
 
     def __deepcopy__(self, memo: Any) -> Influence:
@@ -218,14 +230,15 @@ class Matches(Tabular):
 
     Attributes:
         helpful: their indices ``[M, k]``: leaving them out raises the question's loss most.
-        helpful_values: influence ``[M, k]`` in nats (or normalized), falling.
+        helpful_values: their influence ``[M, k]`` in nats (or normalized), from the largest down.
         harmful: indices ``[M, k]``: leaving them out lowers the question's loss most.
-        harmful_values: influence ``[M, k]``, rising from the most negative. With few
-            training examples of one sign, the last of either list are of the other; table and
-            plot leave those out. Where only helpful ones were asked for, these two are ``[M, 0]``.
-        metadata: of the training examples, by column.
-        quantity: what the values are: "influence", "normalized_influence" or "cosine".
-        note: how far their scale is to be trusted, in one line; "" where it is.
+        harmful_values: their influence ``[M, k]``, from the most negative up. Both ``harmful`` and
+            ``harmful_values`` are ``[M, 0]`` if only helpful ones were asked for. If fewer than k
+            training examples have one sign, the end of a list has the other sign; table and plot
+            leave it out.
+        metadata: columns of the training examples, by name.
+        quantity: "influence", "normalized_influence" or "cosine".
+        note: one line on why the values cannot be trusted; "" where they can.
     """
 
     helpful: Tensor
@@ -242,21 +255,23 @@ class Matches(Tabular):
 
     @property
     def own_sign(self) -> tuple[Tensor, Tensor]:
-        """Which of ``helpful`` do help, and which of ``harmful`` do harm, ``[M, k]`` each."""
+        """Which of ``helpful`` have a positive influence, and which of ``harmful`` a negative one.
+
+        Masks ``[M, k]``.
+        """
         return self.helpful_values > 0, self.harmful_values < 0
 
     def sides(self, question: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Indices and influences of those that help a question, and of those that harm it."""
-        help_at_all, harm_at_all = self.own_sign
-        helps = help_at_all[question]
-        harms = harm_at_all[question]
-        return (
-            (self.helpful[question][helps], self.helpful_values[question][helps]),
-            (self.harmful[question][harms], self.harmful_values[question][harms]),
-        )
+        """(indices, influences) of the examples that help a question, and of those that harm it."""
+        is_positive, is_negative = self.own_sign
+        helps = is_positive[question]
+        harms = is_negative[question]
+        helpful = (self.helpful[question][helps], self.helpful_values[question][helps])
+        harmful = (self.harmful[question][harms], self.harmful_values[question][harms])
+        return helpful, harmful
 
     def described(self, indices: Tensor, *, test: bool = False) -> dict[str, Tensor]:
-        """Further columns of these training (or test) examples."""
+        """Further columns of these training (or test) examples; none in this class."""
         return {}
 
     def __repr__(self) -> str:
@@ -265,10 +280,10 @@ class Matches(Tabular):
 
 @dataclass(frozen=True, repr=False)
 class TopInfluence(BetweenTasks, Matches):
-    """:class:`Matches` between two tasks: a question is an example of the test task.
+    """:class:`Matches` whose questions are the examples of a test task.
 
     Attributes:
-        pairs: the tasks.
+        pairs: the training and test examples.
     """
 
     pairs: Pairs
@@ -288,9 +303,9 @@ class GroupInfluence(Tabular):
     """First-order effect of leaving out groups of training examples.
 
     Attributes:
-        groups: the value that each group shares; "selection" for one that was named.
-        sizes: examples in each group, ``[G]``.
-        values: rise of each test loss without the group, ``[G, N_test]``, nats.
+        groups: the value that the examples of each group share, or "selection".
+        sizes: the number of examples in each group, ``[G]``.
+        values: the rise of each test loss without the group, in nats ``[G, N_test]``.
     """
 
     groups: tuple[Any, ...]
@@ -303,12 +318,12 @@ class GroupInfluence(Tabular):
 
     @property
     def mean(self) -> Tensor:
-        """Rise of the mean test loss, ``[G]``: the predicted change of test NLL."""
+        """The rise of the mean test loss without each group, in nats ``[G]``."""
         return self.values.double().mean(1).to(self.values.dtype)
 
 
 class Ranked(NamedTuple):
-    """The best of each column: values and their rows, ``[k, M]`` each."""
+    """The largest (or smallest) values of each column and their rows, ``[k, M]`` each."""
 
     values: Tensor
     rows: Tensor
@@ -316,25 +331,26 @@ class Ranked(NamedTuple):
     def first(self, k: int, *, largest: bool) -> Ranked:
         """The k largest of each column, or the k smallest."""
         count = min(k, len(self.values))
-        best, places = self.values.topk(count, dim=0, largest=largest)
-        return Ranked(best, self.rows.gather(0, places))
+        values, places = self.values.topk(count, dim=0, largest=largest)
+        return Ranked(values, self.rows.gather(0, places))
 
-    def beside(self, other: Ranked) -> Ranked:
-        """Both, one below the other."""
+    def with_rows_of(self, ranked: Ranked) -> Ranked:
+        """The values and rows of both."""
         return Ranked(
-            torch.cat([self.values, other.values]),
-            torch.cat([self.rows, other.rows]),
+            torch.cat([self.values, ranked.values]),
+            torch.cat([self.rows, ranked.rows]),
         )
 
     def of_all_ranks(self, k: int, n_data: int, *, largest: bool) -> Ranked:
-        """The best among what every rank has of its share of ``n_data`` rows."""
-        size = ranks.count()
+        """The k largest (or smallest) among those of all ranks, which divide ``n_data`` rows."""
+        n_ranks = ranks.count()
         rank = ranks.rank()
-        most = min(k, -(-n_data // size))
-        columns = self.values.shape[1]
-        values = self.values.new_zeros(size, most, columns)
-        rows = self.rows.new_zeros(size, most, columns)
-        values[rank] = -torch.inf if largest else torch.inf  # fewer rows than the others have
+        rows_of_a_rank = math.ceil(n_data / n_ranks)
+        height = min(k, rows_of_a_rank)
+        n_columns = self.values.shape[1]
+        values = self.values.new_zeros(n_ranks, height, n_columns)
+        rows = self.rows.new_zeros(n_ranks, height, n_columns)
+        values[rank] = -torch.inf if largest else torch.inf  # for a rank with fewer rows
         values[rank, : len(self.values)] = self.values
         rows[rank, : len(self.rows)] = self.rows
         ranks.total([values, rows])
@@ -350,17 +366,18 @@ class Best:
         self._smallest: Ranked | None = None
 
     def add(self, rows: Tensor, values: Tensor) -> None:
-        """Rows ``[B]`` with values ``[B, M]``."""
+        """Take rows ``[B]`` with values ``[B, M]`` into account."""
         on_cpu = values.cpu()
         chunk = Ranked(on_cpu, rows.cpu()[:, None].expand(on_cpu.shape))
-        self._largest = self._with(self._largest, chunk, largest=True)
-        self._smallest = self._with(self._smallest, chunk, largest=False)
+        self._largest = self._merged(self._largest, chunk, largest=True)
+        self._smallest = self._merged(self._smallest, chunk, largest=False)
 
-    def _with(self, before: Ranked | None, chunk: Ranked, *, largest: bool) -> Ranked:
-        best = chunk.first(self.k, largest=largest)
+    def _merged(self, before: Ranked | None, chunk: Ranked, *, largest: bool) -> Ranked:
+        """The k best of those before and of a chunk."""
+        best_of_chunk = chunk.first(self.k, largest=largest)
         if before is None:
-            return best
-        return before.beside(best).first(self.k, largest=largest)
+            return best_of_chunk
+        return before.with_rows_of(best_of_chunk).first(self.k, largest=largest)
 
     def sides(self) -> tuple[Ranked, Ranked]:
         """The largest, then the smallest."""
@@ -369,7 +386,7 @@ class Best:
         return self._largest, self._smallest
 
     def shared(self, n_data: int) -> None:
-        """Choose among what all ranks have of their shares of ``n_data`` rows."""
+        """Replace the best of this rank's rows by the best of all ranks' ``n_data`` rows."""
         if ranks.count() == 1:
             return
         largest, smallest = self.sides()
@@ -378,7 +395,7 @@ class Best:
 
 
 def joined(blocks: Sequence[Best], pairs: Pairs) -> TopInfluence:
-    """One result of consecutive blocks of test examples."""
+    """The result of consecutive blocks of test examples."""
     largest = [block.sides()[0] for block in blocks]
     smallest = [block.sides()[1] for block in blocks]
     return TopInfluence(
@@ -399,14 +416,14 @@ def _side_by_side(blocks: Sequence[Tensor]) -> Tensor:
 
 
 def check_k(k: Any, n: int) -> int:
-    """How many to keep of n training examples."""
+    """k, the number of best among n training examples; an InputError if it is impossible."""
     if positive_int("k", k) > n:
         raise InputError(f"k={k} is more than the {n} training examples; choose k up to {n}")
     return k
 
 
 def index_of_test(test: Any, n: int) -> int:
-    """One test example."""
+    """The index of one of n test examples, which may be counted from the end."""
     if isinstance(test, (bool, np.bool_)) or np.ndim(test) != 0:
         raise InputError(f"test must be the index of one test example, got {test!r}")
     return chosen_indices([test], n, "test")[0]

@@ -1,6 +1,6 @@
-"""What can be asked of a posterior and its data, whatever they are.
+"""Subjects: a posterior and its data, of one of three kinds.
 
-:func:`subject_of` is the only place that asks which kind somebody has.
+:func:`subject_of` is the only function that decides on the kind.
 """
 
 from __future__ import annotations
@@ -18,26 +18,31 @@ __all__ = ["Network", "Sequences", "Sites", "Subject", "subject_of"]
 
 
 def subject_of(task: Any, posterior: Any = None) -> Subject:
-    """A network (of vectors or of sequences) with its posterior, or a sum of sites that stands
-    alone, in the place of one of the two.
+    """The subject of a task and its posterior, or of a fitted probabilistic model.
+
+    A fitted probabilistic model (a sum of sites) keeps its data. It may be either argument, and the
+    other one must be None.
 
     Raises:
-        InputError: neither of them, or a task beside a sum of sites.
-        PosteriorError: a posterior of another model, or of another number of examples.
+        InputError: there is no posterior, or another argument beside a fitted model.
+        PosteriorError: the posterior is of another model, or of another number of examples.
     """
-    fitted = posterior if isinstance(posterior, SumOfSites) else task
-    if isinstance(fitted, SumOfSites):
-        _check_alone(fitted, task if fitted is posterior else posterior)
-        return Sites(fitted)
+    if isinstance(posterior, SumOfSites):
+        _check_alone(posterior, task)
+        return Sites(posterior)
+    if isinstance(task, SumOfSites):
+        _check_alone(task, posterior)
+        return Sites(task)
     if isinstance(task, Task) and task.likelihood.is_sequence:
         return Sequences(task, posterior)
     return Network(task, posterior)
 
 
-def _check_alone(fitted: Any, beside: Any) -> None:
-    if beside is None or beside is fitted:
+def _check_alone(fitted: Any, other_argument: Any) -> None:
+    """Refuse another argument beside a fitted model."""
+    if other_argument is None or other_argument is fitted:
         return
-    fitted_name, name = type(fitted).__name__, type(beside).__name__
     raise InputError(
-        f"a fitted {fitted_name} stands alone: leave out the {name}; test data come third"
+        f"a fitted {type(fitted).__name__} stands alone: leave out the "
+        f"{type(other_argument).__name__}; test data come third"
     )

@@ -1,10 +1,10 @@
-"""What can be asked of a posterior and its data, whatever they are.
+"""The questions that every analysis asks of a posterior and its data.
 
-An analysis asks a :class:`Subject` and never which kind it has: a network with one output vector an
-example (:mod:`.network`), a network of sequences (:mod:`.tokens`), or a fitted probabilistic model
-that is a sum of sites (:mod:`.sites`). A new kind of data is one class that keeps this contract,
-one line in :func:`blr_analysis.sensitivity.subjects.subject_of`, and one class in the tests that
-inherits ``SubjectContract``.
+An analysis knows a :class:`Subject`, and not which of three kinds it is: a network with one output
+vector per example (:mod:`.network`), a network of sequences (:mod:`.tokens`), or a fitted
+probabilistic model that is a sum of sites (:mod:`.sites`). A new kind takes one class that
+implements this contract, one line in :func:`blr_analysis.sensitivity.subjects.subject_of`, and one
+class in the tests that inherits ``SubjectContract``.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from blr_analysis.sensitivity.solvers import Change, Settings
 
 @dataclass(frozen=True)
 class Suspects:
-    """What speaks against each example, before it is ranked; ``[N]`` each, larger is worse.
+    """Measures of how suspicious each example is, ``[N]`` each; larger is more suspicious.
 
     Attributes:
-        losses: the mean unweighted loss over the run, in nats; of sequences of a token.
+        losses: the mean unweighted loss over the run, in nats; of sequences per token.
         training: the unweighted loss at the end of the run.
         left_out: the unweighted loss without the example.
-        contradicted: whether the model, most of its run or without the example, answers otherwise.
+        contradicted: whether the model predicts another label than the example's, either during
+            most of its run or without the example.
         wrong: P(y_i is wrong); None without classes.
-        unfamiliarity: how much of the model's freedom the example takes up; None where the kind has
-            no such thing.
-        proposed: the best other label of the left-out prediction; None without labels.
-        targets, predictions: None without them.
+        unfamiliarity: tr(Λ_i V_i), the part of the model's parameters that the example determines;
+            None where this kind of model does not have it.
+        proposed: the best other label by the left-out prediction; None without labels.
+        targets, predictions: None where this kind of model does not have them.
     """
 
     losses: Tensor
@@ -55,12 +56,12 @@ class Subject(ABC):
     """A posterior and the data that it was learned from.
 
     Attributes:
-        kind: what an error calls it: "a network", "a sum of sites".
+        kind: its name in errors: "a network", "a sum of sites".
         n: N, the number of examples.
         metadata: further columns of the examples, by name.
-        likelihood: of the examples; None where the model has no outputs.
-        note: how far its scale is to be trusted, in one line; "" where it is.
-        progress: whether long work shows a bar; None: on a terminal.
+        likelihood: the likelihood of the examples; None where the model has no outputs.
+        note: one line on why the scale of numbers cannot be trusted; "" where it can.
+        progress: whether long work shows a bar; None shows it on a terminal.
     """
 
     kind: str
@@ -75,12 +76,17 @@ class Subject(ABC):
         """Losses, errors, variances, and how far each example moves the model.
 
         Args:
-            variance: whether the prediction variance is computed; None: where it is affordable.
+            variance: whether to compute the prediction variance; None: if time and memory allow.
         """
 
     @abstractmethod
     def left_out(self, correction: str = "auto", refine: int = 0) -> LeaveOneOut:
-        """Every example's prediction without it; the ``refine`` most moved ones by a descent."""
+        """Every example's prediction as if the model had been trained without it.
+
+        Args:
+            correction: "first_order", "cavity" or "auto".
+            refine: for so many examples, those that move most, a descent replaces the formula.
+        """
 
     @abstractmethod
     def influence_on(self, test: Any, measure: Any, normalize: Any, k: int | None) -> Any:
@@ -88,24 +94,33 @@ class Subject(ABC):
 
     @abstractmethod
     def change(self, remove: Any, add: Any, relabel: Any) -> Change:
-        """What leaves, what comes and what has new labels, checked.
+        """The checked change of the data: removed, added and relabelled examples.
 
         Raises:
-            InputError: nothing to change, or something that this kind cannot change.
+            InputError: there is nothing to change, or this kind of model cannot change it.
         """
 
     @abstractmethod
     def answering(self, settings: Settings) -> Callable[[Change], WhatIf]:
-        """A function from changes of the data to answers, which share what they have in common."""
+        """A function change → answer; all its answers share the work that is common to them."""
 
     @abstractmethod
     def suspects(self, left_out: LeaveOneOut, share: float) -> Suspects:
-        """What speaks against each example."""
+        """Measures of how suspicious each example is.
+
+        Args:
+            left_out: the predictions without each example.
+            share: without classes, this share of the examples counts as contradicted.
+        """
 
     @abstractmethod
     def responses(self, samples: int, seed: int) -> tuple[Tensor, Tensor] | None:
-        """How each example's outputs move with the weights, ``[N, D]``, and the distance, relative
-        to its size, that rounding leaves between two copies, ``[N]``; None without weights."""
+        """How each example's outputs move when the weights are drawn from the posterior.
+
+        Returns:
+            The responses ``[N, D]``, and the distance between copies that rounding leaves, relative
+            to the size of their response ``[N]``; None for a model without weights.
+        """
 
     @cached_property
     def _columns(self) -> Columns:
@@ -121,25 +136,26 @@ class Subject(ABC):
 
     @abstractmethod
     def cheap_columns(self) -> dict[str, Tensor]:
-        """Columns of that table that need forward passes alone; empty where there are none."""
+        """The columns of the scores' table that take only forward passes; may be empty."""
 
     @abstractmethod
     def described(self, indices: Tensor, test: Any = None) -> dict[str, Tensor]:
-        """Target and prediction of these examples, or of those of ``test``; empty without."""
+        """Targets and predictions of these examples, or of examples of ``test``; may be empty."""
 
     @abstractmethod
     def select(self, selection: Any, name: str = "remove") -> Tensor:
-        """The indices that a selection means, sorted."""
+        """The indices of a selection, sorted; ``name`` is the argument's name in errors."""
 
-    def lacks(self, what: str, remedy: str = "") -> InputError:
-        """What is raised where this kind of model has no such thing."""
-        words = f"{self.kind} has no {what}"
+    def lacks(self, feature: str, remedy: str = "") -> InputError:
+        """The error for a feature that this kind of model does not have."""
+        words = f"{self.kind} has no {feature}"
         return InputError(f"{words}; {remedy}" if remedy else words)
 
 
 def first_by(score: Tensor, share: float) -> Tensor:
-    """Which examples are in the first ``share`` of a ranking, largest first, ``[N]``."""
-    chosen = torch.zeros(len(score), dtype=torch.bool)
+    """Which examples are among the ``share`` with the largest scores, ``[N]``."""
+    is_first = torch.zeros(len(score), dtype=torch.bool)
     count = round(share * len(score))
-    chosen[score.argsort(descending=True, stable=True)[:count]] = True
-    return chosen
+    ranking = score.argsort(descending=True, stable=True)
+    is_first[ranking[:count]] = True
+    return is_first

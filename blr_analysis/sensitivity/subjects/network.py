@@ -1,10 +1,10 @@
-"""A network with one output vector an example, and what it is without some of its data.
+"""A network with one output vector per example.
 
     V_i = J_i Σ J_iᵀ,    ē_i = mean_t ∂ℓ_i/∂f (t)
 
-prediction variance and prediction error, the error averaged over the posterior's run. Without
-example i its output would move by τ V_i ē_i, τ the posterior's temperature (Nickl et al., NeurIPS
-2023); of several runs the means of their moves are taken.
+V_i is the prediction variance, and ē_i the prediction error, averaged over the posterior's run.
+Without example i its output would move by τ V_i ē_i, with τ the posterior's temperature (Nickl et
+al., NeurIPS 2023). Several runs are averaged.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.predictive import scored_by
 from blr_analysis.sensitivity.corrections import (
     CORRECTION_NAMES,
+    DESCENT,
     HIGH,
-    bound_of,
-    left_out_by,
+    correction_for,
+    highest_leverage,
+    left_out_moves,
     prediction_variances,
     self_influence,
-    taken,
 )
 from blr_analysis.sensitivity.door import (
     checked_addition,
@@ -52,16 +53,18 @@ from blr_analysis.sensitivity.wrong_labels import chance_of_wrong_labels
 from blr_analysis.task import Task
 
 BELOW_CHANCE = "below chance with leverages of 1 or more, no estimate: calibrate, or refine="
-MOST_OUTPUTS = 256  # beyond, C backward passes and N·C² numbers are not asked for by themselves
-MOST_NUMBERS = 2**28  # N·C² of the variances that are kept: 1 GiB in float32
+# By default V_i is computed if C is at most MOST_OUTPUTS, because it takes C backward passes, and
+# if N·C² is at most MOST_NUMBERS, which are 1 GiB in float32.
+MOST_OUTPUTS = 256
+MOST_NUMBERS = 2**28
 
 
 class Network(Subject):
     """A network and its data under the posteriors of one or several runs.
 
     Attributes:
-        runs: each posterior with the task that has its buffers, the last one last.
-        task, posterior: the last of them.
+        runs: the posterior of each run, with the task under the model with its buffers.
+        task, posterior: those of the last run.
     """
 
     kind = "a network"
@@ -73,12 +76,12 @@ class Network(Subject):
         self.n = self.task.n_data
         self.metadata = self.task.metadata
         self.likelihood = self.task.likelihood
-
         self.progress = self.task.progress
         self.note = self.posterior.note
 
     def scores(self, variance: bool | None = None) -> Scores:
-        scores = self._scores_at(*self.runs[0], variance)
+        first_task, first_posterior = self.runs[0]
+        scores = self._scores_at(first_task, first_posterior, variance)
         n_runs = len(self.runs)
         if n_runs == 1:
             return scores
@@ -88,24 +91,24 @@ class Network(Subject):
         self_influence = scores.self_influence
         for task, posterior in self.runs[1:]:
             scores = self._scores_at(task, posterior, variance)
-            error = _plus(error, scores.error)
-            prediction_variance = _plus(prediction_variance, scores.variance)
-            deviation = _plus(deviation, scores.deviation)
-            self_influence = _plus(self_influence, scores.self_influence)
+            error = _sum_in_place(error, scores.error)
+            prediction_variance = _sum_in_place(prediction_variance, scores.variance)
+            deviation = _sum_in_place(deviation, scores.deviation)
+            self_influence = _sum_in_place(self_influence, scores.self_influence)
         return replace(
             scores,
-            error=_over(error, n_runs),
-            variance=_over(prediction_variance, n_runs),
-            deviation=_over(deviation, n_runs),
-            self_influence=_over(self_influence, n_runs),
+            error=_quotient_in_place(error, n_runs),
+            variance=_quotient_in_place(prediction_variance, n_runs),
+            deviation=_quotient_in_place(deviation, n_runs),
+            self_influence=_quotient_in_place(self_influence, n_runs),
         )
 
     def _scores_at(self, task: Task, posterior: Posterior, variance: bool | None) -> Scores:
-        """Those under one posterior: τ V at its mean, errors averaged over its run."""
+        """The scores of one run: τ V at the posterior's mean, errors averaged over its run."""
         if variance is None:
-            outputs = n_outputs(task, posterior.mean)
-            affordable = task.n_data * outputs**2 <= MOST_NUMBERS
-            variance = outputs <= MOST_OUTPUTS and affordable
+            size = n_outputs(task, posterior.mean)
+            fits_in_memory = task.n_data * size**2 <= MOST_NUMBERS
+            variance = size <= MOST_OUTPUTS and fits_in_memory
         columns = scores_by_chunk(task, posterior, variance)
         outputs = columns["outputs"]
         targets = columns["targets"]
@@ -132,7 +135,7 @@ class Network(Subject):
         moves = [moves_at(task, posterior, correction) for task, posterior in self.runs]
         last = moves[-1]
         likelihood = self.likelihood
-        mean_move = torch.stack([each.move for each in moves]).mean(0)
+        mean_move = torch.stack([run.move for run in moves]).mean(0)
         after = likelihood.moved(last.outputs, mean_move)
         if refine:
             self._refine(after, last, refine)
@@ -156,7 +159,11 @@ class Network(Subject):
         return replace(result, note="; ".join(filter(None, [BELOW_CHANCE, self.note])))
 
     def _refine(self, after: Tensor, moves: Moves, count: int) -> None:
-        """Leave those whose loss is estimated to change most out by a descent, in place."""
+        """Replace the left-out outputs ``after`` of ``count`` examples by those of descents.
+
+        These are the examples whose loss is estimated to change most. ``after`` and
+        ``moves.correction`` change in place.
+        """
         likelihood = self.likelihood
         before = likelihood.nll(moves.outputs, moves.targets)
         change = (likelihood.nll(after, moves.targets) - before).abs()
@@ -164,7 +171,7 @@ class Network(Subject):
         removals = descended_removals(self.task, self.posterior, rows, passes=PASSES)
         solved = rows[~removals.lost]
         after[solved] = torch.cat(removals.outputs)[~removals.lost]
-        moves.correction[solved] = CORRECTION_NAMES.index("descent")
+        moves.correction[solved] = DESCENT
         if len(solved) < count:
             warnings.warn(
                 f"{count - len(solved)} of {count} examples keep their estimate: each pulls at the "
@@ -174,16 +181,17 @@ class Network(Subject):
             )
 
     def _left_out_note(self, moves: Moves) -> str:
-        estimated = moves.correction != CORRECTION_NAMES.index("descent")
-        steep = int(((moves.leverage > HIGH) & estimated).sum())
+        """The subject's note, and a line on estimates at high leverage that refine= would solve."""
+        is_rough = (moves.leverage > HIGH) & (moves.correction != DESCENT)
+        n_rough = int(is_rough.sum())
         is_curved = not isinstance(self.likelihood.kind, Gaussian)
-        notes = [self.note] if self.note else []
-        if steep and is_curved and self.posterior.at_minimum:
-            number = "1 left-out loss is a rough estimate"
-            if steep > 1:
-                number = f"{steep} left-out losses are rough estimates"
-            notes.append(f"{number} (leverage above {HIGH}); refine={steep} solves them exactly")
-        return "; ".join(notes)
+        if n_rough == 0 or not is_curved or not self.posterior.at_minimum:
+            return self.note
+        number = "1 left-out loss is a rough estimate"
+        if n_rough > 1:
+            number = f"{n_rough} left-out losses are rough estimates"
+        rough = f"{number} (leverage above {HIGH}); refine={n_rough} solves them exactly"
+        return "; ".join(filter(None, [self.note, rough]))
 
     def influence_on(self, test: Any, measure: Any, normalize: Any, k: int | None) -> Any:
         return influence_between(self, test, measure=measure, normalize=normalize, k=k)
@@ -198,15 +206,15 @@ class Network(Subject):
             )
         new = None if add is None else checked_addition(add, self.task)
         change = Change(leaving, new, checked_labels(relabel, self.task, leaving))
-        if not change.count:
+        if change.count == 0:
             raise InputError("nothing to change: give remove=, add= or relabel=")
         return change
 
     def answering(self, settings: Settings) -> Callable[[Change], WhatIf]:
-        where = self.task
+        evaluation = self.task
         if settings.evaluate is not None:
-            where = checked_evaluation(settings.evaluate, self.task, self.posterior)
-        return Solvers(self.runs, where, settings)
+            evaluation = checked_evaluation(settings.evaluate, self.task, self.posterior)
+        return Solvers(self.runs, evaluation, settings)
 
     def suspects(self, left_out: LeaveOneOut, share: float) -> Suspects:
         assert left_out.logits is not None and left_out.targets is not None
@@ -229,29 +237,40 @@ class Network(Subject):
         )
 
     def _last_losses(self) -> Tensor:
-        """The unweighted losses at the end of the run."""
+        """The unweighted losses at the end of the run, ``[N]``."""
         return losses_at(self.task, {**self.posterior.mean, **self.posterior.buffers})
 
     def _against_the_label(self, left_out: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the left-out prediction, or those of most of the run, have another label; and
-        P(y_i is wrong)."""
+        """Which labels are contradicted, and P(y_i is wrong), ``[N]`` each.
+
+        A label is contradicted if another label fits better, by the left-out prediction or by most
+        of the run's predictions. P is computed from the left-out predictions if their scale was
+        measured, else from their mean with the predictions of the checkpoints.
+        """
         plain = self.likelihood.plain
-        run = [predict(self.task.holding(q.buffers), q.mean)[0] for q in self.posterior.run]
-        votes = torch.stack([best_label(plain, outputs, targets)[0] > 0 for outputs in run])
-        contradicted_in_the_run = votes.double().mean(0) > 0.5
-        contradicted_without = best_label(plain, left_out, targets)[0] > 0
+
+        def prefers_another(outputs: Tensor) -> Tensor:
+            gain, _ = best_label(plain, outputs, targets)
+            return gain > 0
+
+        run_outputs = []
+        for q in self.posterior.run:
+            outputs, _ = predict(self.task.holding(q.buffers), q.mean)
+            run_outputs.append(outputs)
+        votes = torch.stack([prefers_another(outputs) for outputs in run_outputs])
+        contradicted_by_run = votes.double().mean(0) > 0.5
         scale_is_measured = self.posterior.at_minimum or self.posterior.calibration is not None
-        outputs = left_out
+        logits = left_out
         if not scale_is_measured:
-            outputs = torch.stack([*run[:-1], left_out]).mean(0)
-        wrong = chance_of_wrong_labels(plain, outputs, targets)
-        return contradicted_in_the_run | contradicted_without, wrong
+            logits = torch.stack([*run_outputs[:-1], left_out]).mean(0)
+        wrong = chance_of_wrong_labels(plain, logits, targets)
+        return contradicted_by_run | prefers_another(left_out), wrong
 
     def responses(self, samples: int, seed: int) -> tuple[Tensor, Tensor]:
         return responses_of(self.task, self.posterior, samples=samples, seed=seed)
 
     def cheap_columns(self) -> dict[str, Tensor]:
-        """Columns of the table that need forward passes alone."""
+        """The columns of the scores' table that take only forward passes."""
         outputs, targets = predict(self.task, self.posterior.mean)
         return {
             "index": torch.arange(self.n),
@@ -262,37 +281,42 @@ class Network(Subject):
 
     def described(self, indices: Tensor, test: Any = None) -> dict[str, Tensor]:
         task = self.task if test is None else test
-        if not len(indices):
+        if len(indices) == 0:
             return {}
-        unique, places = indices.unique(return_inverse=True)
-        outputs, targets = predict(task.subset(unique), self.posterior.mean)
+        different, rows = indices.unique(return_inverse=True)
+        outputs, targets = predict(task.subset(different), self.posterior.mean)
         predictions = task.likelihood.prediction(outputs)
-        return {"target": targets[places], "prediction": predictions[places]}
+        return {"target": targets[rows], "prediction": predictions[rows]}
 
     def select(self, selection: Any, name: str = "remove") -> Tensor:
         return select(selection, self, name=name, labels=self.task.examples.labels)
 
 
-def _plus(total: Tensor | None, values: Tensor | None) -> Tensor | None:
-    """Their sum, in the memory of the first; None where this is not computed."""
-    return None if total is None or values is None else total.add_(values)
+def _sum_in_place(total: Tensor | None, values: Tensor | None) -> Tensor | None:
+    """The sum, in the memory of ``total``; None where the quantity was not computed."""
+    if total is None or values is None:
+        return None
+    return total.add_(values)
 
 
-def _over(total: Tensor | None, count: int) -> Tensor | None:
-    return None if total is None else total.div_(count)
+def _quotient_in_place(total: Tensor | None, count: int) -> Tensor | None:
+    """The total over the count, in its own memory; None where it was not computed."""
+    if total is None:
+        return None
+    return total.div_(count)
 
 
 @dataclass(frozen=True)
 class Moves:
-    """Every example's output, and how far it moves without the example; ``[N, …]``, on the CPU.
+    """The output of every example, and how far it moves without the example; on the CPU.
 
     Attributes:
-        outputs, targets: f_i and y_i.
-        move: f_i^{\\i} − f_i.
-        leverage: the largest eigenvalue of τ V_i Λ_i.
-        correction: places in CORRECTION_NAMES.
-        unfamiliarity: tr Λ_i V_i.
-        self_influence: ē_iᵀ τ V_i ē_i.
+        outputs, targets: f_i ``[N, C]`` and y_i.
+        move: f_i^{\\i} − f_i ``[N, C]``.
+        leverage: the largest eigenvalue of τ V_i Λ_i ``[N]``.
+        correction: places in CORRECTION_NAMES ``[N]``.
+        unfamiliarity: tr Λ_i V_i ``[N]``.
+        self_influence: ē_iᵀ τ V_i ē_i ``[N]``.
     """
 
     outputs: Tensor
@@ -304,7 +328,7 @@ class Moves:
     self_influence: Tensor
 
     def each(self, function: Callable[[Tensor], Tensor]) -> Moves:
-        """A function of every column."""
+        """The moves with a function applied to every column."""
         return Moves(
             outputs=function(self.outputs),
             targets=function(self.targets),
@@ -317,7 +341,7 @@ class Moves:
 
     @classmethod
     def joined(cls, parts: Sequence[Moves]) -> Moves:
-        """Those of one batch after the other."""
+        """The moves of all parts, one part after the other."""
         return cls(
             outputs=torch.cat([part.outputs for part in parts]),
             targets=torch.cat([part.targets for part in parts]),
@@ -336,15 +360,20 @@ def moves_at(
     indices: Tensor | None = None,
     errors: Errors | None = None,
 ) -> Moves:
-    """How far the outputs of all examples, or of these, move without them; ``errors``: in place of
-    those of the posterior's run."""
+    """How far the outputs of examples move without them.
+
+    Args:
+        correction: "first_order", "cavity" or "auto".
+        indices: the examples; None: all of them.
+        errors: ē of a chunk; None: averaged over the posterior's run.
+    """
     order = indices_of_rank(task, posterior.mean) if indices is None else indices
-    errors = mean_errors(task, posterior) if errors is None else errors
-    method = taken(posterior, correction)
-    bound = bound_of(posterior)
+    errors_of = mean_errors(task, posterior) if errors is None else errors
+    method = correction_for(posterior, correction)
+    bound = highest_leverage(posterior)
     parts: list[Moves] = []
     for chunk in chunks(task, posterior.mean, by_parts=True, indices=order, label="leave one out"):
-        error = errors(task, chunk)
+        error = errors_of(task, chunk)
         for rows, v in prediction_variances(posterior, chunk):
             likelihood = task.likelihood.at(chunk.indices[rows])
             f = chunk.outputs[rows]
@@ -352,39 +381,43 @@ def moves_at(
             e = error[rows]
             unfamiliarity = (likelihood.hessian(f, y) * v).sum((1, 2))
             v.mul_(posterior.temperature)
-            move, leverage, used = left_out_by(method, f, y, e, v, likelihood, bound)
+            move, leverage, corrections = left_out_moves(method, f, y, e, v, likelihood, bound)
             influence = torch.einsum("nc,ncd,nd->n", e, v, e)
-            part = Moves(f, y, move, leverage, used, unfamiliarity, influence)
+            part = Moves(f, y, move, leverage, corrections, unfamiliarity, influence)
             parts.append(part.each(Tensor.cpu))
     moves = Moves.joined(parts)
-    if indices is not None or len(order) == task.n_data:
+    is_of_all_ranks = indices is not None or len(order) == task.n_data
+    if is_of_all_ranks:
         return moves
-    return moves.each(lambda part: ranks.gathered(part, order, task.n_data))
+    return moves.each(lambda column: ranks.gathered(column, order, task.n_data))
 
 
 def scores_by_chunk(task: Task, posterior: Posterior, variance: bool) -> dict[str, Tensor]:
-    """Columns ``error``, ``outputs``, ``targets``, ``self_influence`` and, with ``variance``,
-    ``variance`` and ``move`` = τV ē of all examples, filled chunk by chunk: nothing is held
-    twice."""
-    of_this_rank = indices_of_rank(task, posterior.mean)
-    errors = mean_errors(task, posterior)
-    # Where other ranks fill rows, too, the others' rows start as zeros and are summed.
-    allocate = torch.empty if len(of_this_rank) == task.n_data else torch.zeros
+    """The columns of all examples, filled chunk by chunk, so that no number is stored twice.
+
+    They are ``error``, ``outputs``, ``targets``, ``self_influence`` and, with ``variance``,
+    ``variance`` and ``move`` = τ V ē.
+    """
+    indices_of_this_rank = indices_of_rank(task, posterior.mean)
+    errors_of = mean_errors(task, posterior)
+    # With several ranks, each has zeros in the rows of the others, and their columns are summed.
+    is_only_rank = len(indices_of_this_rank) == task.n_data
+    allocate = torch.empty if is_only_rank else torch.zeros
     columns: dict[str, Tensor] = {}
     sweep = chunks(
         task,
         posterior.mean,
         columns=None if variance else 1,
         by_parts=variance,
-        indices=of_this_rank,
+        indices=indices_of_this_rank,
         label="sensitivity",
     )
     for chunk in sweep:
-        for indices, values in _chunk_scores(posterior, chunk, errors(task, chunk), variance):
+        for indices, values in _chunk_scores(posterior, chunk, errors_of(task, chunk), variance):
             if not columns:
                 columns = {
-                    name: allocate(task.n_data, *t.shape[1:], dtype=t.dtype)
-                    for name, t in values.items()
+                    name: allocate(task.n_data, *value.shape[1:], dtype=value.dtype)
+                    for name, value in values.items()
                 }
             rows = ranks.rows(indices)
             for name, value in values.items():
@@ -396,31 +429,32 @@ def scores_by_chunk(task: Task, posterior: Posterior, variance: bool) -> dict[st
 def _chunk_scores(
     posterior: Posterior, chunk: Chunk, error: Tensor, variance: bool
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """The columns of some examples at a time, and which they are."""
-    tau = posterior.temperature
+    """The columns of a chunk, a few examples at a time.
+
+    Yields:
+        The indices of these examples, and their columns by name.
+    """
+    temperature = posterior.temperature
     if not variance:
-        yield (
-            chunk.indices,
-            {
-                "error": error,
-                "outputs": chunk.outputs,
-                "targets": chunk.targets,
-                "self_influence": tau * self_influence(posterior, chunk, error, last=True),
-            },
-        )
+        influence = temperature * self_influence(posterior, chunk, error, last=True)
+        columns = {
+            "error": error,
+            "outputs": chunk.outputs,
+            "targets": chunk.targets,
+            "self_influence": influence,
+        }
+        yield chunk.indices, columns
         return
     for rows, v in prediction_variances(posterior, chunk):
-        v.mul_(tau)
+        v.mul_(temperature)
         e = error[rows]
         move = torch.bmm(v, e.unsqueeze(-1)).squeeze(-1)
-        yield (
-            chunk.indices[rows],
-            {
-                "error": e,
-                "outputs": chunk.outputs[rows],
-                "targets": chunk.targets[rows],
-                "self_influence": (move * e).sum(-1),
-                "variance": v,
-                "move": move,
-            },
-        )
+        columns = {
+            "error": e,
+            "outputs": chunk.outputs[rows],
+            "targets": chunk.targets[rows],
+            "self_influence": (move * e).sum(-1),
+            "variance": v,
+            "move": move,
+        }
+        yield chunk.indices[rows], columns

@@ -3,15 +3,16 @@
     λ = λ_prior + Σ_i λ̃_i,      λ^{\\i} = λ − λ̃_i          (Khan & Rue, Eqs. 5 and 54)
 
 Conjugate models, message passing, Gaussian processes, generalised linear models, EM and hidden
-Markov models keep their data and their sites; here only what they answer is asked for. Removing an
-example is a subtraction: exact for conjugate models, elsewhere the first step of fitting again.
+Markov models store their data and sites, and answer by methods of their own; this module calls
+these methods. Removing an example is a subtraction. It is exact for conjugate models, and the first
+step of fitting again for others.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from time import monotonic
 from typing import Any, Protocol, runtime_checkable
@@ -29,12 +30,15 @@ from blr_analysis.sensitivity.selection import select
 from blr_analysis.sensitivity.solvers import Change, Settings
 from blr_analysis.sensitivity.subjects.contract import Subject, Suspects, first_by
 
-AT_REST = 1e-6  # nats per example still to go
-LEAST_STEPS = 10  # of the rule after a subtraction, where nobody says how many
-SECONDS = 10.0  # after those, as long as this
+# Steps of the rule after a subtraction, if the user does not give their number:
+LEAST_STEPS = 10
 MOST_STEPS = 2000
-WINDOW = 3  # steps by which it is judged how fast they shrink
-CIRCLE = 1e-9  # by which the sizes of steps differ that go around for ever
+SECONDS = 10.0  # after the least steps, they stop when this time is over
+AT_REST = 1e-6  # nats per example; they stop when less is still to go
+LITTLE_ERROR = 1e-3  # nats per example; a refit with a smaller error counts as at rest
+WINDOW = 3  # the last steps, from whose sizes the remaining way is extrapolated
+CIRCLE = 1e-9  # relative difference of the sizes of steps that go around in a circle
+ROUNDING = 1e-9  # relative size of losses in float64 below which a step is rounding
 
 
 @runtime_checkable
@@ -53,7 +57,7 @@ class SumOfSites(Protocol):
 
 
 class Sites(Subject):
-    """A fitted model; its data are those that it kept."""
+    """A fitted model with the data that it stores."""
 
     kind = "a sum of sites"
 
@@ -66,26 +70,24 @@ class Sites(Subject):
 
     def scores(self, variance: bool | None = None) -> Scores:
         losses_before, losses_without = self._losses()
-        error = latent_variance = None
-        if hasattr(self.fitted, "perturbation"):
-            error, _, latent_variance = self.fitted.perturbation()
-        if variance and latent_variance is None:
-            raise self.lacks("prediction variance", "leave out variance=")
-        return Scores(
+        scores = Scores(
             losses=losses_before,
             deviation=losses_without - losses_before,
-            error=None if error is None else error.cpu().unsqueeze(-1),
-            variance=None if latent_variance is None else latent_variance.cpu()[:, None, None],
-            self_influence=self._self_influence(error, latent_variance),
             targets=self._targets(),
             note=self.note,
         )
-
-    @staticmethod
-    def _self_influence(error: Tensor | None, variance: Tensor | None) -> Tensor | None:
-        if error is None or variance is None:
-            return None
-        return (error.square() * variance).cpu()
+        has_latent_numbers = hasattr(self.fitted, "perturbation")
+        if variance and not has_latent_numbers:
+            raise self.lacks("prediction variance", "leave out variance=")
+        if not has_latent_numbers:
+            return scores
+        error, _, latent_variance = self.fitted.perturbation()
+        return replace(
+            scores,
+            error=error.cpu().unsqueeze(-1),
+            variance=latent_variance.cpu()[:, None, None],
+            self_influence=(error.square() * latent_variance).cpu(),
+        )
 
     def left_out(self, correction: str = "auto", refine: int = 0) -> LeaveOneOut:
         if correction != "auto":
@@ -102,15 +104,16 @@ class Sites(Subject):
         )
 
     def _losses(self) -> tuple[Tensor, Tensor]:
-        """−log p(y_i) with the example and without it; NaN where nothing was observed."""
-        after = self.fitted.left_out()
-        if self.fitted.data is None:
+        """−log p(y_i) with the example and without it, ``[N]``; NaN where nothing was observed."""
+        log_left_out = self.fitted.left_out()
+        data = self.fitted.data
+        if data is None:
             raise InputError("the examples were not kept with the fit: their losses are unknown")
-        before = self.fitted.log_predictive(self.fitted.data)
-        return -observed(before, self.fitted.data).cpu(), -observed(after, self.fitted.data).cpu()
+        log_predictive = self.fitted.log_predictive(data)
+        return -observed(log_predictive, data).cpu(), -observed(log_left_out, data).cpu()
 
     def _targets(self) -> Tensor | None:
-        """y of data that are pairs (x, y) or labels; None of others."""
+        """y of data that are pairs (x, y) or labels y; None of other data."""
         data = self.fitted.data
         target = data[-1] if isinstance(data, tuple | list) else data
         is_one_number = isinstance(target, Tensor) and target.ndim == 1
@@ -123,9 +126,11 @@ class Sites(Subject):
             raise self.lacks("measure=", "its influences are of the loss")
         if test is None:
             raise InputError("give the examples to predict, as the model takes them, third")
-        fitted = self.fitted
-        before = fitted.log_predictive(test)
-        rises = [before - fitted.predictive(fitted.without([i]), test) for i in range(self.n)]
+        before = self.fitted.log_predictive(test)
+        rises = []
+        for i in range(self.n):
+            q_without = self.fitted.without([i])
+            rises.append(before - self.fitted.predictive(q_without, test))
         matrix = Influence.of(torch.stack(rises).cpu(), Pairs(self, test))
         return matrix if k is None else matrix.top(k)
 
@@ -170,12 +175,12 @@ class Sites(Subject):
         if hasattr(self.fitted, "perturbation"):
             _, curvature, variance = self.fitted.perturbation()
             unfamiliarity = (curvature * variance).cpu()
-        rising = left_out.losses.nan_to_num(nan=-torch.inf)
+        observed_losses = left_out.losses.nan_to_num(nan=-torch.inf)
         return Suspects(
             losses=scores.losses,
             training=scores.losses,
             left_out=left_out.losses,
-            contradicted=first_by(rising, share),
+            contradicted=first_by(observed_losses, share),
             unfamiliarity=unfamiliarity,
             targets=scores.targets,
         )
@@ -194,12 +199,14 @@ class Sites(Subject):
 
 
 def number_of(data: Any) -> int:
-    """How many examples a tensor, a sparse matrix or a tuple of them holds; 0 of None."""
-    return 0 if data is None else tree_leaves(data)[0].shape[0]
+    """The number of examples in a tensor, a sparse matrix or a tuple of them; 0 for None."""
+    if data is None:
+        return 0
+    return tree_leaves(data)[0].shape[0]
 
 
 class OfObserved(Evaluation):
-    """Losses, NaN where nothing was observed."""
+    """An evaluation whose losses are NaN where nothing was observed; these do not count."""
 
     @property
     def counted(self) -> Tensor:
@@ -207,7 +214,7 @@ class OfObserved(Evaluation):
 
 
 def observed(values: Tensor, data: Any) -> Tensor:
-    """NaN where nothing was observed."""
+    """The values ``[N]``, with NaN for examples of which no number was observed."""
     if not isinstance(data, Tensor) or not data.is_floating_point():
         return values
     missing = data.isnan().reshape(len(data), -1).all(1)
@@ -216,33 +223,36 @@ def observed(values: Tensor, data: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Refit:
-    """Steps of the rule toward fitting again, after a subtraction.
+    """The result of a subtraction and further steps of the rule, which approach a new fit.
 
     Attributes:
-        posterior: after the last step.
+        posterior: the posterior after the last step.
         losses: −log p(y_j) under it, ``[M]``.
-        steps: how many were taken after the subtraction.
-        error: an estimate, in nats, of how far the mean loss is from fitting again, by the size of
-            the last step and how fast steps shrink (no bound); 0 for conjugate models, infinite
-            where steps do not shrink, None where the model has no step to repeat.
-        asked: how many steps somebody asked for; None: until rest.
+        steps: the number of steps after the subtraction.
+        error: an estimate, in nats, of how far the mean loss is from that of a new fit. It is
+            extrapolated from the last steps, and is no bound. It is 0 for conjugate models,
+            infinite where steps do not shrink, and None where there was no step.
+        passes: the number of steps that the user asked for; None: until rest.
     """
 
     posterior: Any
     losses: Tensor
     steps: int
     error: float | None
-    asked: int | None
+    passes: int | None
 
     @property
     def at_rest(self) -> bool:
-        if self.error is None or not self.steps:
+        """Whether the steps converge, and have arrived if the user did not ask for their number."""
+        if self.error is None or self.steps == 0:
             return True
-        return not math.isinf(self.error) and (self.asked is not None or self.error < 1e-3)
+        if self.passes is not None:
+            return not math.isinf(self.error)
+        return self.error < LITTLE_ERROR
 
     def note(self, subtraction_note: str) -> str:
-        """What to know of it; of a subtraction alone what the model says of those."""
-        if not self.steps:
+        """A line on how exact the result is; ``subtraction_note`` is that of no further step."""
+        if self.steps == 0:
             return subtraction_note
         if self.at_rest:
             return ""
@@ -250,72 +260,82 @@ class Refit:
 
 
 def _refitted(fitted: Any, data: Any, leaving: Tensor, added: Any, passes: int | None) -> Refit:
-    """The posterior on other data: at rest or, after enough steps, when the time is over."""
-    least, most, until = LEAST_STEPS, MOST_STEPS, monotonic() + SECONDS
-    if passes is not None:
-        least = most = passes
-        until = math.inf
-    path: list[Tensor] = []
+    """The posterior on other data, after steps of the rule.
+
+    The steps are ``passes`` in number, or they go on until rest or until their time is over.
+
+    Args:
+        data: the examples whose losses are computed.
+        leaving: indices of examples to remove.
+        added: further examples, or None.
+    """
+    most_steps = MOST_STEPS if passes is None else passes
+    deadline = monotonic() + SECONDS
+    path: list[Tensor] = []  # the losses before and after the last steps
     posterior = None
     steps = 0
-    for steps, posterior in enumerate(fitted.refitted(leaving, add=added, steps=most)):
-        loss = -observed(fitted.predictive(posterior, data), data)
-        path = [*path[-WINDOW:], loss]
-        runs_to_the_end = least == most
-        if not steps or runs_to_the_end:
+    for steps, posterior in enumerate(fitted.refitted(leaving, add=added, steps=most_steps)):
+        losses = -observed(fitted.predictive(posterior, data), data)
+        path = [*path[-WINDOW:], losses]
+        if steps == 0 or passes is not None:
             continue
-        is_late = steps >= least and monotonic() > until
+        is_late = steps >= LEAST_STEPS and monotonic() > deadline
         if _rests(path, steps) or is_late:
             break
-    return Refit(posterior, path[-1].cpu(), steps, _error(path, steps), passes)
+    error = _error(path) if steps > 0 else None
+    return Refit(posterior, path[-1].cpu(), steps, error, passes)
 
 
 def _rests(path: list[Tensor], steps: int) -> bool:
-    """Whether the losses of the last steps have stopped moving, or go around for ever."""
+    """Whether the losses along the path have stopped moving, or go around in a circle."""
     sizes = _step_sizes(path)
     if sizes[-1] <= _rounding(path):
         return True
     if steps < WINDOW:
         return False
-    still_to_go = sizes[-1] * _steps_left(path)
+    still_to_go = sizes[-1] * _remaining_steps(path)
     goes_in_circles = max(sizes) - min(sizes) <= CIRCLE * min(sizes)
     return goes_in_circles or still_to_go <= AT_REST * math.sqrt(path[-1].numel())
 
 
-def _error(path: list[Tensor], steps: int) -> float | None:
-    if not steps:
-        return None
+def _error(path: list[Tensor]) -> float:
+    """How far the mean loss at the end of the path is from its limit, in nats; may be infinite."""
     means = [float(losses.double().nanmean()) for losses in path]
     changes = [after - before for before, after in pairwise(means)]
-    ratios = [changes[-1] / change if change else 0 for change in changes]
+    last_change = changes[-1]
+    ratios = [last_change / change if change else 0 for change in changes]
     grows = len(changes) == WINDOW and min(ratios) >= 1
-    left = _steps_left(path)
-    if grows or math.isinf(left):
+    remaining = _remaining_steps(path)
+    if grows or math.isinf(remaining):
         return math.inf
-    return abs(changes[-1]) * left
+    return abs(last_change) * remaining
 
 
 def _step_sizes(path: list[Tensor]) -> list[float]:
+    """The norms of the differences between the losses before and after each step."""
     steps = [after - before for before, after in pairwise(path)]
     return [float(step.double().nan_to_num().norm()) for step in steps]
 
 
 def _rounding(path: list[Tensor]) -> float:
-    last = path[-1]
-    eps = 1e-9 if last.dtype == torch.float64 else torch.finfo(last.dtype).eps
-    return eps * float(last.double().nan_to_num().norm())
+    """The size of a step that rounding alone can make."""
+    losses = path[-1]
+    relative = ROUNDING if losses.dtype == torch.float64 else torch.finfo(losses.dtype).eps
+    return relative * float(losses.double().nan_to_num().norm())
 
 
-def _steps_left(path: list[Tensor]) -> float:
-    """How many times its last step a sequence still goes whose steps shrink geometrically.
+def _remaining_steps(path: list[Tensor]) -> float:
+    """The remaining way to the limit, in units of the last step, if steps shrink geometrically.
 
-    By three steps where there are so many: coordinates that take turns may grow from one to the
-    next.
+    The ratio is the mean over the steps of the path, because single steps may grow where
+    coordinates move in turn.
     """
     sizes = _step_sizes(path)
     if len(sizes) < 2 or sizes[-1] <= _rounding(path):
         return 1.0
-    if not sizes[0]:
+    if sizes[0] == 0:
         return math.inf
     ratio = (sizes[-1] / sizes[0]) ** (1 / (len(sizes) - 1))
-    return max(1.0, ratio / (1 - ratio)) if ratio < 1 else math.inf
+    if ratio >= 1:
+        return math.inf
+    return max(1.0, ratio / (1 - ratio))

@@ -1,17 +1,18 @@
-"""A network of sequences; a language model's T·C outputs are never held.
+"""A network of sequences, such as a language model.
 
 For a sequence i with loss ℓ_i = Σ_t ℓ_it and gradient g_i = Σ_t ∇ℓ_it,
 
     self-influence      g_iᵀ Σ g_i             the first-order rise of ℓ_i without the sequence
     leave-one-out loss  ℓ_i + g_iᵀ Σ g_i
 
-from one backward pass per sequence. Nothing of size T·C outlives its chunk: what is kept is a few
-numbers per sequence. The trace of the prediction variance is estimated with random signs z_k at the
-outputs of the tokens that count (Hutchinson, 1990), one backward pass each:
+take one backward pass per sequence. The T·C outputs of a sequence live only as long as their chunk;
+a few numbers per sequence are stored. The trace of the prediction variance is estimated with K
+random vectors z_k of signs ±1 at the outputs of the tokens that count (Hutchinson, 1990). Each
+takes one backward pass:
 
     tr V_i ≈ 1/K Σ_k z_kᵀ V_i z_k,    V_i = J_i Σ J_iᵀ
 
-its standard error by the spread of the K terms.
+The spread of the K terms gives the standard error.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from blr_analysis.sensitivity.training_errors import mean_errors, mean_losses
 from blr_analysis.task import Task
 
 WORSE_THAN_A_GUESS = "left-out tokens lose more than by a guess of their frequency: no estimate"
-DRAWS = 4  # random cotangents of a sequence
+DRAWS = 4  # K, the random vectors of a sequence
 
 Draw = Callable[[Chunk, torch.Generator], Tensor]
 
 
 class Sequences(Network):
-    """A network of sequences: one number an example where :class:`Network` has a vector."""
+    """A network of sequences: it has one number per example where :class:`Network` has a vector."""
 
     kind = "a network of sequences"
 
@@ -74,12 +75,12 @@ class Sequences(Network):
     def suspects(self, left_out: LeaveOneOut, share: float) -> Suspects:
         assert left_out.tokens is not None
         losses = torch.stack([mean_losses(self.task, q) for _, q in self.runs]).mean(0)
-        losses = losses / left_out.tokens
+        losses_per_token = losses / left_out.tokens
         return Suspects(
-            losses=losses,
+            losses=losses_per_token,
             training=self._last_losses() / left_out.tokens,
             left_out=left_out.losses / left_out.tokens,
-            contradicted=first_by(losses, share),
+            contradicted=first_by(losses_per_token, share),
             unfamiliarity=self._unfamiliarity(),
         )
 
@@ -90,9 +91,11 @@ class Sequences(Network):
         return {}
 
     def _unfamiliarity(self) -> Tensor:
-        """tr(Λ_i V_i), estimated by labels that the model draws itself."""
-        sweep = chunks(self.task, self.posterior.mean, columns=1, label="unfamiliarity")
-        traces = [trace(self.posterior, chunk, drawn_errors)[0].cpu() for chunk in sweep]
+        """tr(Λ_i V_i) of every sequence ``[N]``, estimated with labels that the model draws."""
+        traces = []
+        for chunk in chunks(self.task, self.posterior.mean, columns=1, label="unfamiliarity"):
+            estimate, _ = trace(self.posterior, chunk, drawn_errors)
+            traces.append(estimate.cpu())
         return torch.cat(traces)
 
 
@@ -106,14 +109,15 @@ def sequence_scores(
         indices: the sequences; None: all.
 
     Raises:
-        ModelError, DataError: as :func:`blr_analysis.sensitivity`; also a sequence without a
-            single token that counts.
+        ModelError, DataError: the errors of :func:`blr_analysis.sensitivity`, or a sequence has no
+            token that counts.
     """
-    divided = indices is None and not variance  # random signs are drawn chunk by chunk
-    own_rows = indices_of_rank(task, posterior.mean) if divided else indices
+    # Ranks divide the sequences, but not with random signs, which depend on the chunks.
+    is_divided = indices is None and not variance
+    rows = indices_of_rank(task, posterior.mean) if is_divided else indices
     errors = mean_errors(task, posterior)
     parts: list[dict[str, Tensor]] = []
-    for chunk in chunks(task, posterior.mean, columns=1, indices=own_rows, label="sequences"):
+    for chunk in chunks(task, posterior.mean, columns=1, indices=rows, label="sequences"):
         error = errors(task, chunk)
         influence = self_influence(posterior, chunk, error, last=not variance)
         values = {
@@ -124,10 +128,12 @@ def sequence_scores(
         }
         if variance:
             values["variance"], values["variance_error"] = trace(posterior, chunk, signs)
-        parts.append({name: t.cpu() for name, t in values.items()})
+        parts.append({name: value.cpu() for name, value in values.items()})
     columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    if divided and own_rows is not None:
-        columns = {n: ranks.gathered(t, own_rows, task.n_data) for n, t in columns.items()}
+    if is_divided and rows is not None:
+        columns = {
+            name: ranks.gathered(column, rows, task.n_data) for name, column in columns.items()
+        }
     return Scores(
         **columns,
         likelihood=task.likelihood,
@@ -137,42 +143,46 @@ def sequence_scores(
 
 
 def chance_per_token(task: Task) -> float | None:
-    """The entropy of the labels that count, in nats: what a guess by their frequencies alone loses
-    at a token. None where the batches do not show their labels."""
+    """The entropy of the labels that count, in nats.
+
+    It is the loss of a token that is guessed by the frequencies of labels. None where the batches
+    do not show their labels.
+    """
     ignored = getattr(task.likelihood.kind, "ignore_index", None)
     counts = torch.zeros(0, dtype=torch.long)
     for _, batch in task.batches():
-        labels = mask_and_labels(batch)[1]
+        _, labels = mask_and_labels(batch)
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return None
         counted = labels[labels != ignored].flatten().cpu()
-        if len(counted) and int(counted.min()) < 0:
+        if len(counted) > 0 and int(counted.min()) < 0:
             return None
-        more = torch.bincount(counted, minlength=len(counts))
-        counts = more + torch.nn.functional.pad(counts, (0, len(more) - len(counts)))
+        counts_of_batch = torch.bincount(counted, minlength=len(counts))
+        n_new_labels = len(counts_of_batch) - len(counts)
+        counts = counts_of_batch + torch.nn.functional.pad(counts, (0, n_new_labels))
     return float(torch.distributions.Categorical(counts.double()).entropy())
 
 
 def counted_tokens(chunk: Chunk) -> Tensor:
-    """Which tokens count, ``[B, T]``."""
+    """Which tokens of a chunk count, ``[B, T]``."""
     counted = chunk.likelihood.counted(chunk.targets)
     assert counted is not None
     return counted
 
 
 def trace(posterior: Posterior, chunk: Chunk, draw: Draw) -> tuple[Tensor, Tensor]:
-    """1/K Σ_k z_kᵀ V_i z_k for z_k that ``draw`` gives, and its standard error, ``[B]`` each."""
-    first = int(chunk.indices[0])
-    estimates = []
+    """1/K Σ_k z_kᵀ V_i z_k with z_k from ``draw``, and its standard error, ``[B]`` each."""
+    first_index = int(chunk.indices[0])
+    terms = []
     for k in range(DRAWS):
-        generator = torch.Generator().manual_seed(DRAWS * first + k)
-        estimates.append(self_influence(posterior, chunk, draw(chunk, generator)))
-    stacked = torch.stack(estimates)
+        generator = torch.Generator().manual_seed(DRAWS * first_index + k)
+        terms.append(self_influence(posterior, chunk, draw(chunk, generator)))
+    stacked = torch.stack(terms)
     return stacked.mean(0), stacked.std(0) / DRAWS**0.5
 
 
 def signs(chunk: Chunk, generator: torch.Generator) -> Tensor:
-    """±1 at every output of the tokens that count, whose mean square is the identity."""
+    """Random ±1 at every output of the tokens that count, 0 elsewhere; E[z zᵀ] is the identity."""
     counted = counted_tokens(chunk)
     bits = torch.empty(chunk.outputs.shape, dtype=torch.int8).random_(2, generator=generator)
     plus_minus = bits.to(chunk.outputs).mul_(2).sub_(1)
@@ -180,7 +190,7 @@ def signs(chunk: Chunk, generator: torch.Generator) -> Tensor:
 
 
 def drawn_errors(chunk: Chunk, generator: torch.Generator) -> Tensor:
-    """The errors of labels that the model itself draws, whose mean square is Λ."""
+    """The errors z of labels that the model draws from its predictions; E[z zᵀ] is Λ."""
     outputs = chunk.outputs.cpu()
     targets = chunk.targets.cpu()
     labels = chunk.likelihood.resample(outputs, targets, generator).to(chunk.targets)
