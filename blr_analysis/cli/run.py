@@ -25,8 +25,10 @@ from blr_analysis.errors import BLRError, InputError
 
 NAME = "blr-analysis"
 TOGETHER = {"audit", "index", "fisher"}  # the commands that several ranks share
-UNEXPECTED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-# What a wrong command line raises, whether typer brings its click along or not.
+UNEXPECTED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
+# Raised by a wrong command line: click's error, which newer releases of typer bring themselves.
 _BadUsage = typer.BadParameter.__bases__[0].__bases__[0]
 
 
@@ -41,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = [a for a in arguments if a != "--debug"] or ["--help"]
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without Greek letters is no reason
+            stream.reconfigure(errors="replace")  # for terminals without Greek letters
     try:
-        if "" in arguments:  # which typer takes for the current folder
+        if "" in arguments:  # typer would take it for the current folder
             raise InputError("an argument is empty: name a value, or leave it out")
         with _together(arguments), warnings.catch_warnings():
             if not debug:
@@ -53,31 +55,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
-    except (BrokenPipeError, SystemExit) as leaving:  # what typer makes of a broken pipe
-        if not isinstance(leaving.__context__ or leaving, BrokenPipeError):
+    except (BrokenPipeError, SystemExit) as error:  # typer turns a broken pipe into SystemExit
+        if not isinstance(error.__context__ or error, BrokenPipeError):
             raise
-        with contextlib.suppress(OSError):  # the reader (``| head``) has seen enough: no failure
+        with contextlib.suppress(OSError):  # the reader (``| head``) needs no more: no failure
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except Exception as error:
-        if debug:
-            traceback.print_exc()
-        expected = isinstance(error, (BLRError, _BadUsage))
-        ranks = sys.modules.get("blr_analysis.ranks")
-        if ranks is None or ranks.first() or not expected:
-            more = "" if debug or expected else " (--debug shows where)"
-            print(f"{NAME}: {_said(error)}{more}", file=sys.stderr)
-        code = BAD_INPUT if expected else UNEXPECTED
+        code = _report(error, debug=debug)
     if code == INTERRUPTED:
         print(f"{NAME}: interrupted", file=sys.stderr)
     return code
 
 
+def _report(error: Exception, *, debug: bool) -> int:
+    """Print an error and return its exit code.
+
+    Every rank has the same expected errors, so that only the first one prints them.
+    """
+    if debug:
+        traceback.print_exc()
+    is_expected = isinstance(error, (BLRError, _BadUsage))
+    ranks = sys.modules.get("blr_analysis.ranks")
+    is_first_rank = ranks is None or ranks.first()
+    if is_first_rank or not is_expected:
+        hint = "" if debug or is_expected else " (--debug shows where)"
+        print(f"{NAME}: {_message(error)}{hint}", file=sys.stderr)
+    return BAD_INPUT if is_expected else UNEXPECTED
+
+
 @contextlib.contextmanager
 def _together(arguments: Sequence[str]) -> Iterator[None]:
-    """Under ``torchrun`` the process group; only the first rank shows anything, the others
-    nothing."""
-    if "RANK" not in os.environ:  # and torch need not be loaded
+    """Under ``torchrun``, the block runs in the process group; only the first rank prints."""
+    if "RANK" not in os.environ:  # torch need not be loaded then
         yield
         return
     from blr_analysis import ranks
@@ -87,18 +97,19 @@ def _together(arguments: Sequence[str]) -> Iterator[None]:
             nowhere = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
-        if ranks.launched() and not {"--help", "-h", "--version", *TOGETHER} & {*arguments}:
+        may_run_together = bool({"--help", "-h", "--version", *TOGETHER} & {*arguments})
+        if ranks.launched() and not may_run_together:
             raise InputError(f"{arguments[0]} runs alone: start it without torchrun")
         yield
 
 
 def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
-    """One line; where in the code it was raised says nothing here."""
+    """Print a warning in one line, without the place in the code where it was raised."""
     tqdm.write(f"warning: {_one_line(str(message))}", file=sys.stderr)
 
 
-def _said(error: Exception) -> str:
-    """One line, whatever the error brings along."""
+def _message(error: Exception) -> str:
+    """The message of an error in one line."""
     if isinstance(error, _BadUsage):
         command = getattr(getattr(error, "ctx", None), "command_path", NAME)
         text = error.format_message()  # type: ignore[attr-defined]

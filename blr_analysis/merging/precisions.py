@@ -32,6 +32,7 @@ INPUT_VECTORS = ".input_eigenvectors"
 OUTPUT_VECTORS = ".output_eigenvectors"
 ROWS = ".row_eigenvalues"  # of a table that is head and embedding: counts of look-ups
 FACTORS = (VALUES, ROWS, INPUT_VECTORS, OUTPUT_VECTORS)
+ROUNDINGS = 4  # a difference of up to so many roundings of its dtype counts as none
 ROUNDING = 1e-5  # of the largest eigenvalue: by so much rounding may put one below the prior
 
 
@@ -227,7 +228,7 @@ class StoredPrecision:
             return values
         h = scratch.array((self, "H"), values.numel(), dtype, values.device).copy_(values)
         if prior:
-            take_off(h, prior, values.dtype, roundings=4)
+            take_off(h, prior, values.dtype, roundings=ROUNDINGS)
         if self.scale != 1:
             h.mul_(self.scale)
         return h if self.power == 1 else h.pow_(self.power)
@@ -375,25 +376,28 @@ def _has_other_fingerprint(precision: StoredPrecision, model: Source) -> bool:
 
 
 def _has_other_mean(precision: StoredPrecision, model: Source) -> bool:
-    """Whether a precision in memory belongs to other weights, by more than their rounding."""
+    """Whether a precision in memory belongs to weights that differ by more than rounding."""
     for name, mean in (precision.mean or {}).items():
         if name not in model.specs or model.specs[name].shape != mean.shape:
             continue
         weights = model.tensor(name)
         rounded = mean.to(weights).double()
         distance = float((weights.double() - rounded).norm())
-        if distance > 4 * torch.finfo(weights.dtype).eps * float(rounded.norm()):
+        rounding = ROUNDINGS * torch.finfo(weights.dtype).eps * float(rounded.norm())
+        if distance > rounding:
             return True
     return False
 
 
 def _check_layer(source: Source, layer: str, joint: Joint) -> None:
-    """Raise :class:`PosteriorError` where a layer's factors are absent or of other shapes."""
+    """Raise :class:`PosteriorError` where a layer's factors are missing or have other shapes."""
     groups = joint.layout.groups
     outputs = joint.layout.rows
-    inputs = int(joint.bias is not None)
+    inputs = 0
     if joint.weight is not None:
         inputs += joint.layout.columns
+    if joint.bias is not None:
+        inputs += 1
     needed = {
         VALUES: [(groups, outputs, inputs), (groups, 1, inputs)],
         INPUT_VECTORS: [(groups, inputs, inputs)],
@@ -404,8 +408,9 @@ def _check_layer(source: Source, layer: str, joint: Joint) -> None:
     }
     for part, shapes in (needed | optional).items():
         spec = source.specs.get(layer + part)
-        is_absent = spec is None and part in needed
-        if is_absent or (spec is not None and spec.shape not in shapes):
+        is_missing = spec is None and part in needed
+        has_other_shape = spec is not None and spec.shape not in shapes
+        if is_missing or has_other_shape:
             raise PosteriorError(
                 f"{layer + part!r} of {source.name!r} is not {list(shapes[0])}: factors of another "
                 "layer?"
@@ -413,7 +418,7 @@ def _check_layer(source: Source, layer: str, joint: Joint) -> None:
 
 
 def _stored(source: Source, names: Sequence[str], tied: Any) -> dict[str, str]:
-    """The source's name of every parameter's precision, tied names included."""
+    """By parameter, the name of its precision in the source; tied names are included."""
     missing = [name for name in names if name not in source.specs]
     if missing:
         raise StorageError(f"{source.name!r} lacks the precisions of {some(missing)}.")
@@ -427,7 +432,7 @@ def _stored(source: Source, names: Sequence[str], tied: Any) -> dict[str, str]:
 
 
 def check_fits(precision: StoredPrecision, reference: Source) -> None:
-    """Raise :class:`PosteriorError` unless every entry belongs to a weight of the same shape."""
+    """Raise :class:`PosteriorError` unless every tensor belongs to a weight of the same shape."""
     shapes = {
         name: shape
         for joint, _ in precision.layers.values()
