@@ -276,6 +276,7 @@ def what_if_command(
     from blr_analysis.cli.facts import facts_of_what_if
     from blr_analysis.report.decisions import cleaned, read_decisions
     from blr_analysis.sensitivity import what_if
+    from blr_analysis.sensitivity.what_if import cost_of_what_if
     from blr_analysis.tables import write_table
 
     has_query = remove is not None or bool(relabel)
@@ -297,7 +298,18 @@ def what_if_command(
         if relabel:
             labels = labels_of(relabel, task, posterior)
         if shared.dry_run:
-            pairs({"examples": f"{task.n_data:,}", "writes": out or "nothing"})
+            cost = cost_of_what_if(
+                task,
+                posterior,
+                remove=remove,
+                relabel=labels,
+                evaluate=test,
+                solver=solver,
+                seeds=seeds,
+                passes=passes,
+            )
+            examples = f"{task.n_data:,}"
+            pairs({"examples": examples, "answers": cost, "writes": out or "nothing"})
             return
         say("what if")
         result = what_if(

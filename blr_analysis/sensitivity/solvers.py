@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,7 +30,9 @@ from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.backprop.tree import scaled
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, ModelError, PosteriorError
+from blr_analysis.posterior.forecast import step_seconds
 from blr_analysis.posterior.posterior import Posterior
+from blr_analysis.progress import BAR_DELAY, announce, duration
 from blr_analysis.recipe import Recipe
 from blr_analysis.sensitivity.minimise import Descent
 from blr_analysis.sensitivity.objective import Objective, Share, changed, share, step, with_labels
@@ -46,6 +49,12 @@ DESCENT_PASSES = 60  # of "cg" over the data
 # Factor of t · spread over seeds, so that intervals contain the truth in four of five cases
 # (python -m benchmarks.field --widening).
 WIDENED = 3.3
+WAYS = {
+    "posterior": "in one step",
+    "cg": "by a descent",
+    "replay": "by short trainings",
+    "retrain": "by whole trainings",
+}
 ONE_STEP_NOTE = "off the minimum: one step, a ranking of changes"
 DESCENT_NOTE = "off the minimum: shows training that goes on"
 
@@ -92,6 +101,29 @@ class Settings:
     quiet: bool = False
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What an answer takes, at most.
+
+    Attributes:
+        solver: its name.
+        passes: over the data, forward and backward; 0 of one step, NaN of a ``train=``.
+        seconds: by the time that a few examples take.
+    """
+
+    solver: str
+    passes: float
+    seconds: float
+
+    def __str__(self) -> str:
+        way = WAYS[self.solver]
+        if math.isnan(self.passes):
+            return f"{way} by train=, whose time is not known before the first"
+        if self.passes == 0:
+            return way
+        return f"{way}: {self.passes:.0f} passes over the data, about {duration(self.seconds)}"
+
+
 class Solvers:
     """A function from changes of a network's data to answers.
 
@@ -118,16 +150,50 @@ class Solvers:
         self.before, self.targets = evaluated(evaluation_task, self.posterior.mean)
         self.unlike = unlike_training(self.task, evaluation_task, self.posterior.mean)
         self._unchanged_trainings: dict[int, Evaluation] = {}
+        self._progress = task.progress
 
     def __call__(self, change: Change) -> WhatIf:
         """The answer to a change, by the user's solver or the one that suits the change."""
-        solver = self.settings.solver
-        if solver == "auto":
-            solver = self._solver_for(change)
+        solver = self._solver_for(change)
+        if self._progress is not False and solver != "posterior":
+            self._announce(self.cost(change))
         return SOLVERS[solver](self, change)
 
+    def _announce(self, cost: Cost) -> None:
+        """Say what all answers take, before the first of them, where that is long."""
+        is_long = not cost.seconds < BAR_DELAY
+        if is_long or self._progress:
+            announce(f"what if: {cost}")
+        self._progress = False
+
+    def cost(self, change: Change) -> Cost:
+        """What the answer takes, with those of all groups."""
+        solver = self._solver_for(change)
+        passes = self._passes(solver)
+        seconds = 0.0
+        if passes:
+            seconds = passes * self.task.n_data * step_seconds(self.task)
+        return Cost(solver, passes, seconds)
+
+    def _passes(self, solver: str) -> float:
+        """At most, over the data; NaN of a training of the user's."""
+        settings = self.settings
+        if solver == "posterior":
+            return 0.0
+        if solver == "cg":
+            return float((settings.passes or DESCENT_PASSES) * settings.groups)
+        if self.recipe.train is not None:
+            return math.nan
+        if solver == "retrain":
+            return self.recipe.epochs * settings.seeds * settings.groups
+        epochs = self.recipe.shortened(settings.passes or EPOCHS).epochs
+        return epochs * settings.seeds * (settings.groups + 1)
+
     def _solver_for(self, change: Change) -> str:
-        """The name of the solver that "auto" means: by the size of the change and the fit."""
+        """The name of the solver: the user's, or what "auto" means by the size of the change and
+        the fit."""
+        if self.settings.solver != "auto":
+            return self.settings.solver
         if change.count <= max(1, FEW * self.task.n_data):
             return "posterior"
         if self.posterior.at_minimum:

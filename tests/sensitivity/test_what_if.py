@@ -15,6 +15,7 @@ from snapshots import untouched
 from torch import Tensor, nn
 
 import blr_analysis as blr
+from blr_analysis.sensitivity.what_if import cost_of_what_if
 
 
 def regression(n: int, d: int, c: int = 1, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -144,3 +145,50 @@ def test_each_for_regression_has_no_accuracy() -> None:
             torch.tensor(2 * torch.pi, dtype=torch.float64)
         )
         assert row.nll_after == pytest.approx(float(exact), rel=1e-9)
+
+
+# What it takes
+
+
+def trained_network(**options) -> tuple[blr.Task, blr.Posterior]:
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 3), torch.arange(40) % 3
+    recipe = blr.Recipe("adam", lr=1e-2, epochs=12, batch_size=10)
+    model = nn.Linear(3, 3)
+    task = blr.Task(model, (x, y), recipe=recipe, metadata={"source": ["a", "b"] * 20}, **options)
+    return task, blr.fit_laplace(task, structure="diag", prior_precision=1.0)
+
+
+@pytest.mark.parametrize("solver", ["auto", "posterior", "cg", "replay", "retrain"])
+def test_the_cost_is_that_of_the_answer(solver: str) -> None:
+    task, q = trained_network(progress=False)
+    options: dict = {"remove": list(range(9)), "solver": solver, "seeds": 2}
+    cost, result = cost_of_what_if(task, q, **options), blr.what_if(task, q, **options)
+    assert cost.solver == result.solver
+    if solver == "cg":
+        assert cost.passes >= result.passes - 1  # a line search may look once more
+    else:
+        assert cost.passes == result.passes
+    assert (cost.seconds > 0) == (cost.passes > 0)
+
+
+def test_auto_takes_no_more_passes_than_whole_trainings() -> None:
+    task, q = trained_network(progress=False)
+    options: dict = {"remove": list(range(9))}
+    whole = cost_of_what_if(task, q, solver="retrain", **options)
+    assert cost_of_what_if(task, q, **options).passes <= whole.passes
+
+
+def test_the_cost_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:
+    task, q = trained_network(progress=True)
+    capsys.readouterr()
+    blr.what_if(task, q, remove=list(range(9)), seeds=2)
+    cost = str(cost_of_what_if(task, q, remove=list(range(9)), seeds=2)).partition(",")[0]
+    said = capsys.readouterr().err
+    assert f"what if: {cost}" in said and "24 passes over the data" in cost
+    blr.what_if_each(task, q, by="source", seeds=2)
+    said = capsys.readouterr().err
+    assert said.count("what if: by ") == 1 and "48 passes over the data" in said
+    task.progress = False
+    blr.what_if(task, q, remove=list(range(9)), seeds=2)
+    assert capsys.readouterr().err == ""
