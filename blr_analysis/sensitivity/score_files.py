@@ -20,7 +20,7 @@ def score_matrices(scores: Any, shape: tuple[int, int]) -> dict[str, Tensor]:
     """The matrices ``[N_train, N_test]`` of methods by name, checked, in float64.
 
     Args:
-        scores: a mapping from names to tensors, arrays or files; None: no method.
+        scores: a mapping from names to tensors, arrays, DataFrames or files; None: no method.
         shape: N_train and N_test.
 
     Raises:
@@ -38,7 +38,10 @@ def score_matrix(name: str, values: Any, shape: tuple[int, int]) -> Tensor:
     if isinstance(values, str | os.PathLike):
         values = read_matrix(Path(values).expanduser())
     with told_as(InputError, f"scores of {name!r} are no matrix of numbers"):
-        matrix = torch.as_tensor(values).detach().cpu().double()
+        if isinstance(values, Tensor):
+            matrix = values.detach().cpu().double()
+        else:
+            matrix = torch.from_numpy(np.array(values, dtype=np.float64))
     if tuple(matrix.shape) != shape:
         is_transposed = tuple(matrix.shape) == shape[::-1]
         remedy = "transpose them" if is_transposed else "one row for each training example"
@@ -70,8 +73,11 @@ def _read_npy(path: Path) -> np.ndarray:
 
 
 def _read_parquet(path: Path) -> np.ndarray:
-    """One column for each test example, in their order."""
+    """One column for each test example, in their order; an index of pandas is left out."""
     import pyarrow.parquet as parquet
 
     table = parquet.read_table(path)
+    described_by_pandas = table.schema.pandas_metadata or {}
+    index_columns = described_by_pandas.get("index_columns", [])
+    table = table.drop_columns([name for name in index_columns if isinstance(name, str)])
     return np.column_stack([column.to_numpy().astype(np.float64) for column in table.columns])

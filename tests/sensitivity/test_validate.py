@@ -206,7 +206,9 @@ def test_retrainings_are_kept_and_scores_are_read_from_files(tmp_path: Path) -> 
     np.save(tmp_path / "a.npy", LIKE[0].numpy())
     frame = pd.DataFrame(LIKE[0].numpy(), columns=[str(j) for j in range(M)])
     frame.to_parquet(tmp_path / "b.parquet")
-    files = {"a": tmp_path / "a.npy", "b": str(tmp_path / "b.parquet"), "c": LIKE[0]}
+    frame.set_index(pd.Index(range(N, 0, -1), name="row")).to_parquet(tmp_path / "d.parquet")
+    files = {name: tmp_path / name for name in ("a.npy", "d.parquet")}
+    files |= {"b": str(tmp_path / "b.parquet"), "c": LIKE[0], "frame": frame}
     first = blr.validate(task, None, CASE.test, scores=files, halves=4, seeds=1, keep=keep)
     assert len({first.score(name).value for name in files}) == 1
     assert np.isnan(first.ceiling) and "single seed" in first.note and len(counts) == 4
