@@ -235,12 +235,9 @@ def swept(
     Raises:
         ModelError, DataError: see :meth:`Task.run`.
     """
-    names = set(params if only is None else only)
-    units = [
-        unit
-        for unit in units_of(task.model, set(params))
-        if not names.isdisjoint(unit.names.values())
-    ]
+    units = units_of(task.model, set(params))
+    if only is not None:
+        units = [unit for unit in units if not set(only).isdisjoint(unit.names.values())]
     model = task.at(task.cast(params))
     order = indices_of_rank(task, model.params)
     n_batches = math.ceil(len(order) / task.batch_size)

@@ -25,7 +25,7 @@ from blr_analysis.backprop.fallback import task_columns
 from blr_analysis.backprop.layers import Rule, inherited, rule_for
 from blr_analysis.backprop.layout import Layout, agrees, layout_of, norm_of, probe_indices, within
 from blr_analysis.backprop.reading import Plan, names_of, read, values_of
-from blr_analysis.backprop.record import Unit, Visit, watched
+from blr_analysis.backprop.record import Recording, Unit, Visit, watched
 from blr_analysis.backprop.recurrent import RECURRENT, recurrence
 from blr_analysis.backprop.terms import TEMPORARY_NUMBERS, Term, TermCost, Tree, merged, slices
 from blr_analysis.backprop.truth import (
@@ -292,10 +292,7 @@ def _compared(
     recording = layout.recording
     calls = Counter(n for visit in recording.visits for n in visit.unit.names.values())
     terms_of_several_calls: list[Term] = []
-    try:
-        grads = recording.backward([cotangent_of(recording.outputs)], last=True)
-    except RuntimeError as error:
-        raise not_differentiable(error) from error
+    grads = _probe_gradients(recording)
     with torch.no_grad(), task.evaluation():
         for number, visit in enumerate(recording.visits):
             columns = grads[number]
@@ -315,6 +312,18 @@ def _compared(
         cotangent = cotangent_of(recording.outputs)
         comparison.add([task_columns(task, values, plan.whole_model, probe, [cotangent])])
     return comparison
+
+
+def _probe_gradients(recording: Recording) -> list[list[list[Tensor]]]:
+    """The gradients at every visit's outputs, as :meth:`Recording.backward` gives them.
+
+    Raises:
+        ModelError: autograd cannot differentiate the model.
+    """
+    try:
+        return recording.backward([cotangent_of(recording.outputs)], last=True)
+    except RuntimeError as error:
+        raise not_differentiable(error) from error
 
 
 def _probe_terms(
