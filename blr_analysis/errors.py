@@ -10,10 +10,10 @@ input that is wrong, says what was expected and what to do about it.
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -67,7 +67,9 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
 
     Torch's decorators stand between the package's own calls, so that they are passed over, too.
     """
-    inside = (f"{Path(__file__).parent}/", "/torch/utils/_contextlib.py")
+    package = os.path.dirname(__file__) + os.sep
+    decorators = os.path.join("torch", "utils", "_contextlib.py")
+    inside = (package, decorators)
     level = 1
     frame = sys._getframe(0)
     while frame.f_back is not None and any(path in frame.f_code.co_filename for path in inside):
