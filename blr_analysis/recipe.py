@@ -186,6 +186,8 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
             raise InputError("a recipe needs lr=, the rate of its optimizer")
         if self.initial is not None:
             instance("initial", self.initial, Mapping, "the state dict before training")
+        if "prior" in self.options:
+            raise InputError("a recipe has no prior=: pass train=, your own function that trains")
         self._check_settings()
         self._check_optimizer()
 
@@ -320,6 +322,8 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
             parameters = inspect.signature(factory).parameters
             if "ess" in parameters:
                 options["ess"] = n_data
+            if "batch_size" in parameters:
+                options["batch_size"] = self.batch_size
             if "model" in parameters:
                 options["model"] = model
             options |= {"lr": self.lr, **self.options}

@@ -313,8 +313,11 @@ class MonitorCallback(MonitoredTraining, TrainerCallback):
         monitor: made with a task of the model that is trained.
         log: a function of a row, such as ``trainer.log``. None: an :class:`IVONTrainer` uses its
             own ``log``; with other trainers the rows go to ``log_history`` alone.
-        posterior_settings: further arguments of :meth:`blr_analysis.Posterior.from_optimizer`:
-            ``n_data`` and ``prior_precision`` for Adam, none for IVON.
+        posterior_settings: without any, the monitor fits a posterior after every epoch, whose
+            estimate follows the loss on new data. With further arguments of
+            :meth:`blr_analysis.Posterior.from_optimizer` (``n_data``, ``prior_precision``), and for
+            sequences always, it looks at the optimizer's posterior, which costs no pass over the
+            data and ranks examples.
 
     Raises:
         InputError: when training begins, if the monitor has watched another run.

@@ -211,8 +211,8 @@ def _options(optimizer: Any, settings: Mapping[str, Any], n_data: int | None) ->
 
 
 def _derived_settings(optimizer: Any, n_data: int | None) -> set[str]:
-    """The names of settings that follow from the number of steps or of examples."""
-    names = set()
+    """The names of settings that follow from the numbers of steps, of examples, and of a step's."""
+    names = {"batch_size"}
     if getattr(optimizer, "steps", None):
         names |= {"beta2", "clip_radius"}
     if optimizer.param_groups[0].get("ess") == n_data:
@@ -288,6 +288,10 @@ def length_of(loader: Any) -> int | None:
 class MonitoredTraining:
     """The base of callbacks that let a monitor look at the model while it is trained.
 
+    The monitor fits the posterior of the moment itself: its estimate follows the loss on new data.
+    With settings of a posterior it looks at the optimizer's, which costs no pass over the data and
+    ranks examples; so it does of sequences, for which a fit has no better scale.
+
     Args:
         posterior_settings: further arguments of :meth:`blr_analysis.Posterior.from_optimizer`.
     """
@@ -305,7 +309,9 @@ class MonitoredTraining:
                 optimizer, self.monitor.task.model, **self.posterior_settings
             )
 
-        row = self.monitor(posterior, epoch)
+        are_sequences = self.monitor.task.likelihood.is_sequence
+        takes_optimizers = bool(self.posterior_settings) or are_sequences
+        row = self.monitor(posterior if takes_optimizers else None, epoch)
         if not row:
             return {}
         return {name: row[name] for name in LOGGED if not math.isnan(row[name])}

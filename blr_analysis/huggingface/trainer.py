@@ -211,8 +211,17 @@ class IVONTrainer(VariationalTrainer, Trainer):
             hess_init="weights",
             weight_decay=self.args.weight_decay or 1 / n_terms,
             steps=self._steps(),
+            batch_size=self._terms_of_a_step(n_terms),
         )
         return self.optimizer
+
+    def _terms_of_a_step(self, n_terms: int) -> int:
+        """The number of labels that the loss of a step is a mean over, with accumulation and all
+        processes; for tokens, the number that a step has on average."""
+        args: Any = self.args
+        n_data = len(self.train_dataset)  # type: ignore[arg-type]
+        examples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        return max(1, round(min(examples, n_data) * n_terms / n_data))
 
     def _warn_of_arguments(self) -> None:
         """Warn of arguments that the user has set and that do not suit IVON."""

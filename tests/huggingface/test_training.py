@@ -200,13 +200,15 @@ def test_a_language_models_folder_is_a_task_with_its_training(tmp_path: Path) ->
     (tmp_path / "data.txt").write_text("\n".join(texts))
     rows = [{"input_ids": i, "labels": i} for i in tiny.tokenizer(pairs=False)(texts).input_ids]
     model = tiny.build("llama", "causal_lm")
-    prepared(tmp_path / "lm", model, data=rows, num_train_epochs=8).train()
+    run = prepared(tmp_path / "lm", model, data=rows, num_train_epochs=8)
+    run.train()
     tiny.save(tmp_path / "lm", model, pairs=False)
     task = language_task(load_language_model(tmp_path / "lm"), tmp_path / "data.txt")
     assert len(task.checkpoints) == 3 and task.recipe is not None
     told, expected = task.recipe.record or {}, {"lr": 0.1, "epochs": 8, "batch_size": 6}
     expected |= {"optimizer": "ivon", "steps": 16, "ess": 4 * N}
     assert {k: told[k] for k in expected} == expected
+    assert run.optimizer.optimizer.param_groups[0]["batch_size"] == 4 * 6  # tokens of a step
 
 
 @pytest.mark.slow

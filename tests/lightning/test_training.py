@@ -115,6 +115,22 @@ def test_a_monitor_watches_and_is_restored(tmp_path: Path) -> None:
     same(other.net, before)
 
 
+@pytest.mark.parametrize("settings", [{}, {"n_data": len(X)}])
+def test_a_monitor_fits_unless_the_optimizers_posterior_is_asked_for(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    structures: list[str] = []
+
+    class Spy(blr.Monitor):
+        def __call__(self, posterior: Any, epoch: int) -> Any:
+            structures.append("fitted" if posterior is None else posterior().structure)
+            return super().__call__(posterior, epoch)
+
+    module = Module("IVON")
+    fit(tmp_path, module, LightningMonitor(Spy(blr.Task(module.net, (X, Y))), **settings))
+    assert structures == 2 * ["diag" if settings else "fitted"]
+
+
 def test_between_looks_nothing_stops_and_nothing_is_saved(tmp_path: Path) -> None:
     module = Module("IVON")
     monitor = blr.Monitor(blr.Task(module.net, (X, Y)), every=2)

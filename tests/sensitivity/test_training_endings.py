@@ -143,6 +143,7 @@ def test_data_that_draw_are_named() -> None:
         ({"schedule_epochs": 2}, "schedule_epochs"),
         ({"reduction": "median"}, "reduction"),
         ({"mode": "sleep"}, "mode"),
+        ({"prior": None}, "prior="),
     ],
 )
 def test_what_a_recipe_refuses(options: dict[str, Any], word: str) -> None:
