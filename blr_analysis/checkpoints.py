@@ -32,11 +32,11 @@ from blr_analysis.models import unwrapped
 from blr_analysis.modes import modes_of
 from blr_analysis.posterior.capture.readers import is_flat
 from blr_analysis.posterior.posterior import Posterior
-from blr_analysis.recordings import Recordings, checkpoint_steps
+from blr_analysis.posterior.recorder import in_bytes
+from blr_analysis.recordings import USUAL_STEPS, Recordings, checkpoint_steps
 from blr_analysis.snapshots import State, checked_state, read, state_of, thinned
 
 SAMPLED_NUMBERS = 8  # of a tensor; they identify the weights of a step
-USUAL_STEPS = 1000  # assumed for a forecast where the length of the training is not known
 OPTIMIZER = "optimizer/"  # prefix of the optimizer's numbers in a snapshot
 MOMENTA = ("exp_avg", "momentum", "momentum_buffer")  # a posterior does not need them
 
@@ -107,7 +107,10 @@ class Checkpoints:
 
     def __repr__(self) -> str:
         steps = ", ".join(str(step) for step in self._thinned(self.model))
-        return f"Checkpoints({self.done} steps, kept: {steps or 'none'})"
+        facts = f"{self.done} steps, kept: {steps or 'none'}"
+        if self.recordings is None:
+            return f"Checkpoints({facts})"
+        return f"Checkpoints({facts}; up to {in_bytes(self.bytes_in_memory)} of memory)"
 
     def step(self) -> None:
         """Call this after each step of the optimizer.
@@ -123,23 +126,27 @@ class Checkpoints:
             raise ModelError("no parameter of the model trains: unfreeze some")
         self.done += 1
         self._step_of_sample[_sample_of(self.model)] = self.done
-        if self.modes is None or self._is_due():
+        is_due = self._is_due()
+        if self.modes is None or is_due:
             self.modes = modes_of(self.model)
-        if self._is_due():
+        if is_due:
             self._keep()
         if self.recordings is not None:
             self.recordings.step(self.done)
 
     @property
     def bytes_in_memory(self) -> int:
-        """The bytes of memory that all snapshots take at most; 0 with a folder."""
+        """The bytes of memory that all snapshots and recordings take at most."""
+        of_recordings = 0
+        if self.recordings is not None:
+            of_recordings = self.recordings.bytes_in_memory
         if self.folder is not None:
-            return 0
+            return of_recordings
         one_snapshot = sum(t.nbytes for t in state_of(self.model).values())
         if self.optimizer is not None:  # it learns a precision beside each weight
             one_snapshot += sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
         count = 1 + len(checkpoint_steps(self.steps or USUAL_STEPS, 0))
-        return count * one_snapshot
+        return count * one_snapshot + of_recordings
 
     def _is_due(self) -> bool:
         """Whether a snapshot is taken at this step."""
@@ -366,10 +373,10 @@ def _are_snapshots(value: Any) -> bool:
 
 def _sample_of(model: nn.Module) -> tuple[float, ...]:
     """Some numbers of the first and the last trainable tensor, which identify a step."""
-    trained = [p.detach().flatten() for p in model.parameters() if p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         return ()
-    samples = [_sample(weights).double() for weights in (trained[0], trained[-1])]
+    samples = [_sample(p.detach().flatten()).double() for p in (trained[0], trained[-1])]
     return tuple(torch.cat(samples).tolist())
 
 

@@ -15,6 +15,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ FAR_INTERVAL = 20  # passes, of which one is recorded, far from a checkpoint
 NEAR_SHARE = 0.055  # of a checkpoint's step: within this distance every pass is recorded
 MIN_NEAR_STEPS = 2  # within this distance too, for the first checkpoints
 MIN_PASSES = 5  # in a mean, where so many were recorded
+USUAL_STEPS = 1000  # of a training of unknown length, to say how much memory it takes
 HALVINGS = 6  # of the length of a training: the first checkpoint is at 1/64 of it
 FILE = "recorded-*.safetensors"
 LOST = (
@@ -50,7 +52,13 @@ def checkpoint_steps(steps: int | None, step: int) -> list[int]:
     if steps is None:
         power = 2 ** (max(1, step).bit_length() - 1)
         return [power, 2 * power]
-    return sorted({max(1, round(steps / 2**k)) for k in range(1, HALVINGS + 1)})
+    return [*_halved(steps)]
+
+
+@cache
+def _halved(steps: int) -> tuple[int, ...]:
+    """A half, a quarter, … of so many steps, the smallest first."""
+    return tuple(sorted({max(1, round(steps / 2**k)) for k in range(1, HALVINGS + 1)}))
 
 
 class Recordings:
@@ -72,6 +80,14 @@ class Recordings:
         self.marks: dict[int, State | Path] = {}  # the recorder's sums up to a step
         self._lacks_earlier_sums = False  # of the steps before the training was resumed
         self._choose_interval(0)
+
+    @property
+    def bytes_in_memory(self) -> int:
+        """The bytes of memory that the recorder and its marks take at most."""
+        n_marks = 0
+        if self.folder is None:
+            n_marks = len(checkpoint_steps(self.steps or USUAL_STEPS, 0))
+        return (1 + n_marks) * self.recorder.nbytes
 
     def begin(self, step: int) -> None:
         """Call this before the first step, or where a training is resumed after ``step`` steps.

@@ -93,7 +93,7 @@ class RecordedTraining:
         )
         self.checkpoints.begin(steps_done)
         size = self.checkpoints.bytes_in_memory
-        if size > MUCH_MEMORY:
+        if self.checkpoints.folder is None and size > MUCH_MEMORY:
             warnings.warn(
                 f"checkpoints stay in memory, up to {size / 2**30:.1f} GiB: save_strategy='steps' "
                 "writes them, or Checkpoints(model, folder=...)",

@@ -48,13 +48,18 @@ from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.half import working
 from blr_analysis.models import unwrapped
 from blr_analysis.posterior.drawn import drawn_errors
-from blr_analysis.posterior.structures.kronecker import Kronecker, eigenbases, is_too_large
+from blr_analysis.posterior.structures.kronecker import (
+    LARGEST,
+    Kronecker,
+    eigenbases,
+    is_too_large,
+)
 from blr_analysis.ranks import is_sharded
 
-EVERY = 100  # passes for each that is recorded
-TOGETHER = 2048  # rows of which products are made at once
-MOST_OUTPUTS = 2**27  # of which labels are drawn: more would take too much memory
-FEW_MULTIPLICATIONS = 4e6  # of a pass's products: they take no time beside the rest
+EVERY = 100  # one pass in so many is recorded
+TOGETHER = 2048  # rows of one product: passes are collected until they have so many
+MOST_OUTPUTS = 2**27  # in a pass with drawn labels: more would take too much memory
+FEW_MULTIPLICATIONS = 4e6  # in the products of a pass: they take no time beside the rest
 COUNTS = ("passes", "recorded", "drawn")
 STATE = {"passes", "recorded", "shapes", "joints", "positions", "means"}
 
@@ -134,22 +139,37 @@ class KroneckerRecorder(Reader):
         self._positions: dict[str, float] = {}
         self.accumulates = reduction == "sum" or scale != 1  # no warning where gradients add up
         self._follows_recorded = False  # whether the pass before this one was recorded
-        self._is_recorded = False  # whether this one is
-        self._collected: list[Pass] = []  # that are not averaged in yet
-        self._layout: list[Any] = []  # of the collected passes
-        self._has_other_labels = False  # whether labels of some recorded pass could not be drawn
-        self._gradients: dict[str, Tensor] = {}  # sums over recorded passes of an example's
-        self._is_drawing = False  # whether a backward pass of drawn labels goes on
-        self._gradient_scale: float | None = None  # of the backward pass that goes on, if recorded
+        self._is_recorded = False  # whether this pass is recorded
+        self._collected: list[Pass] = []  # recorded passes that the means do not hold yet
+        self._layout: list[Any] = []  # layers and shapes of the collected passes
+        self._has_other_labels = False  # whether some loss was not recognised
+        self._gradients: dict[str, Tensor] = {}  # Σ over recorded passes of an example's gradient
+        self._is_drawing = False  # whether the backward pass of drawn labels is running
+        self._gradient_scale: float | None = None  # from a parameter's gradient to an example's
         self._tape = Tape(model, self)
         self._tape.start(self._units)
         self._gradient_handles: list[Any] = []  # of hooks that are there in recorded passes alone
 
     def __repr__(self) -> str:
-        return f"KroneckerRecorder({self._recorded} of {self.passes} passes, every={self.every})"
+        facts = [f"{self._recorded} of {self.passes} passes", f"every={self.every}"]
+        facts.append(f"up to {in_bytes(self.nbytes)}")
+        return f"KroneckerRecorder({', '.join(facts)})"
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that its factors and gradients take, once all layers were recorded."""
+        n_bytes = 0
+        for unit in self._units:
+            for name in unit.names.values():
+                weight = self._parameters[name]
+                n_numbers = _numbers_of_factors(unit.module, weight)
+                if self.labels == "drawn":
+                    n_numbers += weight.numel()  # of the gradient
+                n_bytes += n_numbers * working(weight.dtype).itemsize
+        return n_bytes
 
     def remove(self) -> None:
-        """Take the hooks off the model; what was recorded stays."""
+        """Take the hooks off the model; the recorded means stay."""
         self._settle()
         self._multiply()
         self._tape.stop()
@@ -158,8 +178,11 @@ class KroneckerRecorder(Reader):
     # Of a tape -------------------------------------------------------------------------------
 
     def wants(self, model: nn.Module, batch: int) -> bool:
-        """One of ``every`` passes in training mode; and the next one, which tells whether gradients
-        add up. When a pass begins, the pass before it is over."""
+        """Whether the tape notes the pass that begins: one of ``every`` passes in training mode,
+        and the next one, which tells whether gradients add up.
+
+        When a pass begins, the pass before it is over.
+        """
         if not model.training:
             return False
         self._settle()
@@ -169,14 +192,16 @@ class KroneckerRecorder(Reader):
         self.passes += 1
         self._watch_gradients(self._is_recorded and self.labels == "drawn")
         if self._is_recorded:
-            self._tape.passes.clear()  # of some no gradient came back
+            self._tape.passes.clear()  # passes that no gradient came back to
         is_watching = self.labels == "given" and not self.accumulates
         may_accumulate = self._follows_recorded and is_watching
         return self._is_recorded or (may_accumulate and batch > 0)
 
     def finished(self, forward: Pass, output: Any) -> None:
-        """Wait for the loss's gradient at the outputs; or let go of the graph, and look out for
-        gradients of an earlier pass."""
+        """After the forward pass: wait for the loss's gradient at the outputs.
+
+        With given labels, release the graph, and look out for gradients of an earlier pass.
+        """
         outputs = outputs_of(output, forward.batch) if self.labels == "drawn" else None
         if outputs is not None:
             forward.outputs = outputs
@@ -206,7 +231,7 @@ class KroneckerRecorder(Reader):
     # Drawn labels ----------------------------------------------------------------------------
 
     def _loss_met(self, reference: Callable[[], Pass | None], gradient: Tensor) -> None:
-        """In the backward pass, at the outputs: record what drawn labels would have given."""
+        """When the backward pass begins, at the outputs: run another one, of drawn labels."""
         forward = reference()
         if self._is_drawing or forward is None or forward not in self._tape.passes:
             return
@@ -249,10 +274,13 @@ class KroneckerRecorder(Reader):
             self._is_drawing = False
 
     def _collect(self, forward: Pass, examples: Tensor) -> None:
-        """Take in a pass; its products are made with those of others, which is faster.
+        """Collect a pass with drawn labels: products of several passes at once are faster.
 
-        At an output that all examples share, the gradient is the sum of theirs. Labels are drawn
-        independently, so that the mean of its square is the sum of theirs.
+        An output that all examples share has the sum of their gradients. Their labels are drawn
+        independently, so the mean square of that sum is the sum of the examples' mean squares.
+
+        Args:
+            examples: the indices of those with a loss.
         """
         for call in forward.calls:
             if len(call.visit.outputs[0]) == 1 < forward.batch:
@@ -271,8 +299,10 @@ class KroneckerRecorder(Reader):
             self._multiply()
 
     def _affordable(self, forward: Pass, n_examples: int) -> int:
-        """Of how many examples products are made: of a quarter of them at the least. The products
-        take at most a quarter of the multiplications of the pass, where these are many."""
+        """How many examples the products are made of: at least a quarter of them.
+
+        If the products need many multiplications, they need at most a quarter of the pass's own.
+        """
         of_pass = 0.0
         of_products = 0.0
         for call in forward.calls:
@@ -290,7 +320,7 @@ class KroneckerRecorder(Reader):
 
     @torch.no_grad()
     def _multiply(self) -> None:
-        """Average in the passes that were collected."""
+        """Move the means by the collected passes."""
         if self._collected:
             n_passes = len(self._collected)
             forward = Pass.joined(self._collected)
@@ -299,8 +329,10 @@ class KroneckerRecorder(Reader):
             self._average(self._terms_of_drawn(forward, n_passes), n_passes)
 
     def _terms_of_drawn(self, forward: Pass, n_passes: int) -> list[Term]:
-        """G_i of the layers with a row for each example, or one for each pass; others are left
-        out."""
+        """G_i of the layers that have a row for each example, or one row for each pass.
+
+        Layers with other rows have no G_i and are skipped.
+        """
         terms: list[Term] = []
         for batch in dict.fromkeys((forward.batch, n_passes)):
             calls = [call for call in forward.calls if _rows_stand_for(call.visit, batch)]
@@ -311,7 +343,8 @@ class KroneckerRecorder(Reader):
         return terms
 
     def _watch_gradients(self, is_watched: bool) -> None:
-        """Have hooks on the parameters, or none, which would cost time in other passes."""
+        """Put hooks on the parameters, or remove them: they cost time in passes that are not
+        recorded."""
         if is_watched and not self._gradient_handles:
             for name, parameter in self._parameters.items():
                 take = partial(self._take_gradient, name)
@@ -321,7 +354,7 @@ class KroneckerRecorder(Reader):
 
     @torch.no_grad()
     def _take_gradient(self, name: str, gradient: Tensor) -> None:
-        """Add up the gradients that a parameter gets in passes with drawn labels."""
+        """Add up a parameter's gradients in passes with drawn labels."""
         if self._gradient_scale is None or self._is_drawing:
             return
         if name not in self._gradients:
@@ -333,17 +366,17 @@ class KroneckerRecorder(Reader):
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Average in the recorded passes whose backward pass is over."""
+        """Move the means by the recorded passes whose backward pass is over."""
         for forward in list(self._tape.passes):
             if forward.differentiated:
                 self._tape.passes.remove(forward)
                 self._average(self._given(forward))
 
     def _given(self, forward: Pass) -> list[Term]:
-        """G_i of the labels as they are."""
+        """G_i of the labels of the loss."""
         if self.reduction == "sum":
-            everyone = torch.ones(forward.batch, dtype=torch.bool)
-            return self._terms(forward, everyone, factor=1 / self.scale)
+            all_examples = torch.ones(forward.batch, dtype=torch.bool)
+            return self._terms(forward, all_examples, factor=1 / self.scale)
         counts = self.counts_of(forward)
         return self._terms(forward, counts, factor=int(counts.sum()) / self.scale)
 
@@ -366,7 +399,7 @@ class KroneckerRecorder(Reader):
 
     @torch.no_grad()
     def _average(self, terms: Sequence[Term], n_passes: int = 1) -> None:
-        """Average in what passes showed."""
+        """Move the means by the G_i of so many passes."""
         self._recorded += n_passes
         for term in terms:
             factors = None if is_too_large(term) else term.factors()
@@ -549,6 +582,32 @@ def is_recordable(model: nn.Module) -> bool:
     except ModelError:
         return False
     return not any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
+
+
+def _numbers_of_factors(module: nn.Module, weight: Tensor) -> int:
+    """The numbers of A and G of a layer's matrix; of any other parameter those of its squares."""
+    is_matrix = weight.ndim > 1 and not isinstance(module, nn.Embedding)
+    if not is_matrix:
+        return weight.numel()
+    groups = int(getattr(module, "groups", 1))
+    rows = weight.shape[0] // groups
+    columns = weight.numel() // weight.shape[0]
+    if max(rows, columns) > LARGEST:
+        return weight.numel()
+    return groups * ((columns + 1) ** 2 + rows**2)
+
+
+def in_bytes(count: int) -> str:
+    """In words.
+
+    >>> in_bytes(3_000), in_bytes(5 * 2**20)
+    ('2.9 KiB', '5.0 MiB')
+    """
+    for unit in ("KiB", "MiB"):
+        count /= 1024  # type: ignore[assignment]
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} GiB"
 
 
 def _check_recordable(parameters: Mapping[str, nn.Parameter], units: Sequence[Unit]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from blr_analysis.errors import InitialPrecisionWarning, InputError, PosteriorError
-from blr_analysis.learning_rule.optim import IVON
+from blr_analysis.learning_rule.optim import IVON, VOGN
 from blr_analysis.posterior import Posterior
 from blr_analysis.posterior.laplace import fit_laplace
 from blr_analysis.task import Task
@@ -287,3 +287,36 @@ def test_states_from_before_there_were_squares_can_be_loaded() -> None:
     train(model, optimizer, {}, 1, 1)
     assert "squares" not in optimizer.state[model[0].weight]
     assert Posterior.from_optimizer(optimizer, model).record["clear"] is None
+
+
+def test_vogns_average_is_that_of_a_plain_loop() -> None:
+    """Of every example's squared gradient at the drawn weights, without its start."""
+    model = network()
+    beta2, start, steps = 0.9, 2.0, 20
+    optimizer = VOGN(
+        model.parameters(), 0.05, N, model=model, beta2=beta2, weight_decay=DECAY, hess_init=start
+    )
+    h = {name: torch.full_like(p, start) for name, p in model.named_parameters()}
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(steps):
+        x = torch.randn(BATCH, 3, generator=generator, dtype=torch.float64)
+        y = torch.randint(2, (BATCH,), generator=generator)
+        with optimizer.sampled_params(train=True):
+            optimizer.zero_grad()
+            drawn = copy.deepcopy(model)
+            cross_entropy(model(x), y).backward()
+        optimizer.step()
+        for i in range(BATCH):
+            drawn.zero_grad()
+            cross_entropy(drawn(x[i : i + 1]), y[i : i + 1]).backward()
+            for name, p in drawn.named_parameters():
+                assert p.grad is not None
+                share = 1 / BATCH * (1 - beta2)
+                h[name] = (beta2 if i == 0 else 1.0) * h[name] + share * p.grad**2
+    q = Posterior.from_optimizer(optimizer, model)
+    left = beta2**steps
+    for name, average in h.items():
+        expected = N * ((average - left * start) / (1 - left) + DECAY)
+        torch.testing.assert_close(q.precision(name), expected, rtol=1e-10, atol=1e-10)
+        with_start = N * (average + DECAY)
+        torch.testing.assert_close(q.as_drawn.precision(name), with_start, rtol=1e-10, atol=1e-10)

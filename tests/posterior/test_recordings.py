@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,3 +180,64 @@ def test_most_recorded_passes_are_near_a_checkpoint() -> None:
     for part in (75, 150, 300, 600):
         assert near[part - 1]
     assert not near[450]
+
+
+LAYERS: dict[str, tuple[nn.Module, torch.Tensor]] = {
+    "linear": (nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), X),
+    "convolution": (
+        nn.Sequential(nn.Conv1d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(16, 3)),
+        normal(N, 2, 6),
+    ),
+    "embedding": (
+        nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Flatten(), nn.Linear(12, 3)),
+        torch.arange(3 * N).view(N, 3) % 5,
+    ),
+}
+
+
+@pytest.mark.parametrize("in_folder", [False, True])
+@pytest.mark.parametrize("layers", LAYERS)
+def test_the_memory_that_is_taken_is_said_beforehand(
+    layers: str, in_folder: bool, tmp_path: Path
+) -> None:
+    model, x = LAYERS[layers]
+    model = copy.deepcopy(model).double().train()
+    folder = tmp_path if in_folder else None
+    checkpoints = blr.Checkpoints(model, steps=64, structure="kron", folder=folder)
+    announced = checkpoints.bytes_in_memory
+    assert f"up to {announced / 1024:.1f} KiB" in repr(checkpoints)
+    checkpoints.begin()
+    for _ in range(64):
+        cross_entropy(model(x), Y).backward()
+        checkpoints.step()
+    recordings = checkpoints.recordings
+    assert recordings is not None
+    recorder = recordings.recorder.state_dict()
+    states = [recorder["means"], recorder["gradients"]]
+    for state in [*recordings.marks.values(), *checkpoints.snapshots.values()]:
+        assert isinstance(state, Path) == in_folder
+        if isinstance(state, dict):
+            states.append(state)
+    taken = sum(tensor.nbytes for state in states for tensor in state.values())
+    assert taken <= announced <= 1.2 * taken
+
+
+def test_of_an_adapter_its_own_layers_alone_are_recorded() -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    settings = peft.LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False)
+    model = peft.get_peft_model(base, settings).double().train()
+    trained_names = {name for name, p in model.named_parameters() if p.requires_grad}
+    checkpoints = blr.Checkpoints(model, steps=8, structure="kron")
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    for _ in range(8):
+        optimizer.zero_grad()
+        cross_entropy(model(X), Y).backward()
+        checkpoints.step()
+    q = checkpoints.posterior(n_data=N, prior_precision=1.0)
+    assert set(q.mean) == trained_names and all("lora_" in name for name in trained_names)
+    assert checkpoints.recordings is not None
+    factors = checkpoints.recordings.recorder.factors
+    first = next(name for name in trained_names if "0.lora_A" in name)
+    torch.testing.assert_close(factors[first][0][0], X.T @ X / N)

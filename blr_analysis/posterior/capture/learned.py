@@ -39,7 +39,7 @@ is noise too: twice that error takes its place, an upper bound, and a warning as
 
 **Draws.** Training draws weights by the h that has its start. Where the data say nothing, S is the
 prior's alone, far wider than any network was trained to bear. So β₂ᵗ and S₀ = ess·(h₀ + δ) are kept
-as the posterior's ``start``, and predictions draw weights with (1 − β₂ᵗ) S + β₂ᵗ S₀.
+as the posterior's ``start``; predictions and analyses of a task take (1 − β₂ᵗ) S + β₂ᵗ S₀.
 
 Sources: Shen et al., ICML 2024 (IVON); Kingma & Ba, ICLR 2015 (the start); Khan & Rue, Eqs. 11
 and 45 (Price's theorem, the squares).
