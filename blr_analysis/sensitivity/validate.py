@@ -86,7 +86,7 @@ class Study:
         matrices = dict(self.scores)
         note = ""
         if posterior is not None:
-            matrix = influence(retraining.task, posterior, retraining.test)
+            matrix: Any = influence(retraining.task, posterior, retraining.test)
             note = matrix.pairs.unlike
             matrices = {INFLUENCE: matrix.matrix, **matrices}
         losses = retraining.losses(self.file)
