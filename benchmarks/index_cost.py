@@ -26,7 +26,7 @@ from blr_analysis.progress import profiled
 
 VOCABULARY = 2000
 TOGETHER = 8  # texts of a batched pass
-RANK = 16384  # numbers of two bytes a text, as the command takes them
+RANK = 32768  # numbers of one byte a text, as the command takes them
 
 
 def llama(width: int, layers: int, tokens: int) -> nn.Module:
@@ -74,7 +74,7 @@ def main() -> None:
     task = blr.Task(model, rows, likelihood="causal_lm")
     with profiled() as seconds, tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "index"
-        q, fit = timed(lambda: blr.fit_laplace(task, curvature="empirical_fisher"))
+        q, fit = timed(lambda: blr.fit_laplace(task, sampled=True))
         index, building = timed(lambda: blr.Index.build(task, q, path, rank=RANK))
         of_posterior = (path / "posterior.safetensors").stat().st_size
         disk = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

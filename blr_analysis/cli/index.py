@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
 
     from blr_analysis.posterior import Forecast
     from blr_analysis.sensitivity import Index
+    from blr_analysis.sensitivity.influence.results import ProjectionError
     from blr_analysis.task import Task
 
 SOURCE = "source.json"  # in the folder of an index: where its model and data were
@@ -51,10 +53,10 @@ def index(
     rank: Annotated[
         int,
         typer.Option(
-            help="Room per example, in numbers of two bytes. Models with no more parameters are "
+            help="Room per example, in numbers of one byte. Models with no more parameters are "
             "kept whole."
         ),
-    ] = 16384,
+    ] = 32768,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="INDEX", help="A folder to write.")],
     profile: Annotated[
         bool, typer.Option("--profile", help="Print how long each pass over the data took.")
@@ -70,9 +72,11 @@ def index(
 
       blr-analysis index ./llm train.jsonl --out INDEX --dry-run
 
-    The index keeps the longest parts of every example's gradient. How far its influence is from
-    the exact one is measured and printed. A run that was killed goes on where it was, in the fit
-    (whose work lies in INDEX.unfinished meanwhile) as in the index; --force begins anew.
+    The index keeps a projection of every example's gradient. How far its influence is from the
+    exact one is measured on some pairs, and a rough one is said before all examples are visited.
+    The posterior of texts is fitted to a sample of at most 256. A run that was killed goes on where
+    it was, in the fit (whose work lies in INDEX.unfinished meanwhile) as in the index; --force
+    begins anew.
     """
     from blr_analysis import ranks
     from blr_analysis.files import drafted, held
@@ -100,16 +104,15 @@ def index(
             return
         started = time.perf_counter()
         with profiled() as seconds:
-            posterior = source.posterior_of(task, say, unfinished)
+            posterior = source.posterior_of(task, say, unfinished, sampled=True)
             say("indexing")
-            built = Index.build(task, posterior, out, rank=rank)
+            built = Index.build(task, posterior, out, rank=rank, heard=partial(say_if_rough, say))
         total = time.perf_counter() - started
         if not ranks.first():
             return
         with drafted(out / SOURCE) as draft:
             draft.write_text(record_text(origin_of(source, task, built)), encoding="utf-8")
         shutil.rmtree(unfinished, ignore_errors=True)
-    say_if_rough(say, built)
     show_index(built, out, is_of_a_model=source.data is not None)
     if profile:
         show_profile(seconds, total)
@@ -125,7 +128,7 @@ def index_forecast(source: Source, task: Task, rank: int) -> Forecast:
     """What an index costs, with the fit of its posterior where none was saved."""
     from blr_analysis.sensitivity.index.build import build_cost
 
-    examples = source.examples(task)
+    examples = source.examples(task, sampled=True)
     saved = 0 if source.posterior is None else source.posterior.stat().st_size
     return build_cost(task, examples, rank, structure=source.structure, saved=saved)
 
@@ -152,13 +155,12 @@ def origin_of(source: Source, task: Task, built: Index) -> dict[str, Any]:
 
 def show_index(built: Index, out: Path, *, is_of_a_model: bool) -> None:
     """Print what was written, how far it errs, and the next command."""
-    unit = "signs" if built.signs else "numbers"
     error = built.error
     questions = "QUESTIONS.jsonl" if is_of_a_model else "SCRIPT.py:TASK"
     pairs(
         {
             "sequences" if is_of_a_model else "examples": f"{built.n_data:,}",
-            "kept": f"{built.numbers:,} {unit} of each",
+            "kept": f"{built.numbers:,} numbers of each",
             "error": f"{error.relative_rms:.3f} of the influence, rank correlation "
             f"{error.spearman:.3f}",
             "written": out,
@@ -312,7 +314,7 @@ def query(
             return
         opened = Index.open(index, task=trained)
         if not refine:
-            say_if_rough(say, opened)
+            say_if_rough(say, opened.error)
         if normalize is None:
             normalize = not asked.likelihood.is_sequence
         if hybrid and trained is not None:
@@ -357,7 +359,7 @@ def show_behaviour(
         pairs({"outputs": f"{unwanted.n_data:,}", "writes": write or "nothing"})
         return
     opened = speaker.opened
-    say_if_rough(speaker.say, opened)
+    say_if_rough(speaker.say, opened.error)
     scores = behaviour_scores(opened, unwanted, wanted, normalize=normalize)
     quantity = quantity_of(normalize)
     table = table_of_behaviour(opened, scores, min(top, opened.n_data), quantity)
@@ -568,8 +570,7 @@ def are_same_weights(sample: dict[str, list[float]], recorded: dict[str, list[fl
     )
 
 
-def say_if_rough(say: Callable[[str], None], index: Index) -> None:
-    """Say where the index errs by much, and what helps."""
-    error = index.error.relative_rms
-    if error > ROUGH:
-        say(f"note: rough, {error:.2f} off: a larger --rank, or query --refine N")
+def say_if_rough(say: Callable[[str], None], error: ProjectionError) -> None:
+    """Say where an index errs by much, and what helps."""
+    if error.relative_rms > ROUGH:
+        say(f"note: rough, {error.relative_rms:.2f} off: a larger --rank, or query --refine N")

@@ -150,21 +150,35 @@ class Source:
         test = None if self.test is None else self.columns.task_of(loaded, self.test, say)
         return task, test
 
-    def examples(self, task: Task) -> int:
-        """How many examples run through the model while the posterior is fitted."""
+    def examples(self, task: Task, *, sampled: bool = False) -> int:
+        """How many examples run through the model while the posterior is fitted.
+
+        Args:
+            sampled: whether sequences are sampled.
+        """
         from blr_analysis.posterior import fit_examples
 
         if self.posterior is not None:
             return 0
         chooses_the_prior = self.prior_precision is None and task.prior_precision is None
-        examples_per_fit = fit_examples(task, self.structure, found=chooses_the_prior)
+        examples_per_fit = fit_examples(
+            task, self.structure, found=chooses_the_prior, sampled=sampled
+        )
         return examples_per_fit * (1 + len(task.checkpoints))
 
-    def posterior_of(self, task: Task, say: Teller, unfinished: Path | None = None) -> Posterior:
+    def posterior_of(
+        self,
+        task: Task,
+        say: Teller,
+        unfinished: Path | None = None,
+        *,
+        sampled: bool = False,
+    ) -> Posterior:
         """The saved posterior, checked against the task, or a new one; calibrated if asked for.
 
         Args:
             unfinished: where a fit keeps what it has done, so that it goes on there.
+            sampled: whether a fit looks at a sample of sequences.
         """
         from blr_analysis.posterior import Posterior
         from blr_analysis.posterior.recognition import elsewhere
@@ -175,14 +189,16 @@ class Source:
             if other_weights := elsewhere(task, posterior.on(task)):
                 say(f"note: {other_weights}")
         else:
-            posterior = self._fitted(task, say, unfinished)
+            posterior = self._fitted(task, say, unfinished, sampled=sampled)
         if self.calibrate:
             say("calibrating the posterior")
             posterior = calibrate(task, posterior)
             say(f"temperature {posterior.temperature:.3g}")
         return posterior
 
-    def _fitted(self, task: Task, say: Teller, unfinished: Path | None) -> Posterior:
+    def _fitted(
+        self, task: Task, say: Teller, unfinished: Path | None, *, sampled: bool
+    ) -> Posterior:
         from blr_analysis.posterior import fit_laplace
         from blr_analysis.posterior.prior_choice import in_words
 
@@ -193,6 +209,7 @@ class Source:
             structure=self.structure,
             curvature=curvature,
             prior_precision=self.prior_precision,
+            sampled=sampled,
             unfinished=unfinished,
         )
         prior_choice = posterior.record.get("prior_choice")

@@ -45,6 +45,7 @@ class Fit:
         prior: δ and θ₀; δ is 1 until it is found.
         drawn: labels that are drawn of each example in place of the exact columns of "ggn"; 0 where
             the columns are exact.
+        sample: the examples that sweeps visit, whose sums are multiplied by ``scale``; None: all.
         measures: whether the first sweep over all data sums the gradient too, by one more column.
         gradient: Σ_i ∇ℓ_i by parameter name; empty before that sweep.
     """
@@ -58,6 +59,7 @@ class Fit:
     rank: int | None
     unfinished: Mapping[str, Unfinished]
     drawn: int = 0
+    sample: Tensor | None = None
     measures: bool = False
     gradient: Tree = field(default_factory=dict)
 
@@ -66,6 +68,11 @@ class Fit:
         """A random seed for each example's labels, ``[N]``."""
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randint(2**31, (self.task.n_data,), generator=generator)
+
+    @property
+    def scale(self) -> float:
+        """Makes sums over the sample sums over all examples."""
+        return 1.0 if self.sample is None else self.task.n_data / len(self.sample)
 
     def columns(self) -> int:
         """How many columns an example has."""
@@ -95,7 +102,7 @@ class Fit:
 
         Args:
             label: of the progress bar.
-            indices: of the examples; None: all.
+            indices: of the examples; None: all, or the sample.
             unfinished: the sums of a sweep that was cut off.
             by_layer: whether the caller sums each layer by itself. The last layer then gets exact
                 sums in place of columns where it has many outputs, or where columns are mixed.
@@ -103,6 +110,8 @@ class Fit:
                 their G Gᵀ has the same mean. None: the columns themselves.
         """
         sums_gradient = self.measures and not self.gradient and indices is None
+        if indices is None:
+            indices = self.sample
         needs_error_column = sums_gradient and self.curvature != "empirical_fisher"
         if sums_gradient:
             self.gradient.update({n: torch.zeros_like(p) for n, p in self.params.items()})
@@ -130,6 +139,8 @@ class Fit:
                 terms = [term.columns(slice(-1)) for term in terms]
             yield with_head(terms, head, head_parts)
         if sums_gradient:
+            for gradient in self.gradient.values():
+                gradient.mul_(self.scale)
             ranks.total(self.gradient.values())
 
     def with_gradient(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -158,16 +158,18 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def fit_examples(task: Task, structure: str, *, found: bool = False) -> int:
+def fit_examples(task: Task, structure: str, *, found: bool = False, sampled: bool = False) -> int:
     """The number of examples that :func:`blr_analysis.fit_laplace` runs.
 
     Args:
         structure: of the posterior.
         found: whether the fit has to find δ, for which it needs a Kronecker fit.
+        sampled: whether sequences are sampled.
     """
-    n = task.n_data
     sample = sampled_examples(task)
-    kronecker_fit = n + (n if sample is None else len(sample))
+    n_sampled = task.n_data if sample is None else len(sample)
+    n = n_sampled if sampled else task.n_data
+    kronecker_fit = n + n_sampled
     the_fit = kronecker_fit if structure == "kron" else n
     if not found:
         return the_fit

@@ -53,6 +53,7 @@ def fit_laplace(
     samples: int = 1,
     rank: int | None = None,
     prior: Posterior | None = None,
+    sampled: bool = False,
     unfinished: str | os.PathLike[str] | None = None,
 ) -> Posterior:
     """The Gaussian posterior at the model's present weights, S as in the module's equations.
@@ -88,6 +89,8 @@ def fit_laplace(
             section 5). For a linear model this is the posterior of both data sets. The structure
             must be the prior's own, which is "diag", "kron" (new data are projected on the prior's
             basis) or "full", or it is "full".
+        sampled: of sequences, look at no more than 256 random ones and multiply what they sum, for
+            "kron" and "diag". The distance from the minimum is then an upper bound.
         unfinished: a folder in which the fit stores its progress. The same call, made again after
             the process was ended, goes on from there and comes to the same bits. You remove it.
 
@@ -110,7 +113,8 @@ def fit_laplace(
         >>> torch.allclose(q.form.matrix, Z.T @ Z + torch.eye(4), atol=1e-4)
         True
     """
-    settings = (prior_precision, initial, curvature, samples, rank, _parts_of_prior(prior))
+    parts_of_prior = _parts_of_prior(prior)
+    settings = (prior_precision, initial, curvature, samples, rank, sampled, parts_of_prior)
     resumable = _resumable(unfinished, structure, settings)
     if prior is not None:
         if prior_precision is not None or initial is not None:
@@ -129,6 +133,7 @@ def fit_laplace(
             samples=samples,
             rank=rank,
             params=weights,
+            sampled=sampled,
         )
         return fit() if resumable is None else resumable.fitted(task, weights, fit)
 

@@ -20,7 +20,7 @@ from blr_analysis.errors import InputError, ModelError, PosteriorError, warn_use
 from blr_analysis.files import Unfinished
 from blr_analysis.half import narrow, widened
 from blr_analysis.posterior.capture import tied_names
-from blr_analysis.posterior.fit import Fit, has_many_outputs
+from blr_analysis.posterior.fit import Fit, has_many_outputs, sampled_examples
 from blr_analysis.posterior.flat import refuse_flat
 from blr_analysis.posterior.input_ranges import input_ranges
 from blr_analysis.posterior.posterior import Posterior
@@ -67,6 +67,7 @@ def fit_at_weights(
     seed: int = 0,
     rank: int | None = None,
     params: dict[str, Tensor] | None = None,
+    sampled: bool = False,
 ) -> Posterior:
     """:func:`blr_analysis.fit_laplace` at these weights alone, without earlier posteriors.
 
@@ -77,6 +78,7 @@ def fit_at_weights(
             the structure itself "diag values".
         seed: of the labels that are drawn.
         params: the weights; None: the model's.
+        sampled: whether sequences are sampled.
     """
     instance("task", task, Task, "a blr_analysis.Task")
     kind = KINDS[one_of("structure", structure, STRUCTURES)]
@@ -100,6 +102,8 @@ def fit_at_weights(
         unfinished=unfinished or {},
     )
     _check(fit, kind)
+    if sampled and kind in (Kronecker, Diagonal):
+        fit.sample = sampled_examples(task)
     if curvature is None and kind.draws_labels and has_many_outputs(task, params):
         fit.drawn = LABELS_DRAWN
     fit.prior = prior.around(_initial_of(task, initial), params)

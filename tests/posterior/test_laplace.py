@@ -190,6 +190,32 @@ def test_directions_of_texts_are_seen_in_ten_times_as_many_tokens(tokens: int, s
     assert sampled_examples(task.subset(range(32))) is None
 
 
+@pytest.mark.parametrize("structure", ["kron", "diag"])
+def test_a_sampled_fit_is_that_of_the_sample_times_what_it_stands_for(structure: str) -> None:
+    """The stationary δ too, which has the scale of the gradient and the curvature."""
+    ids = torch.randint(4, 16, (60, 3))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    model = build("llama", "causal_lm").double()
+    task = Task(model, rows, likelihood="causal_lm")
+    sample = sampled_examples(task)
+    assert sample is not None
+    part = task.subset(sample)
+    for delta in (2.0, None):
+        asked: dict[str, Any] = {"structure": structure, "curvature": "empirical_fisher"}
+        asked["prior_precision"] = delta
+        whole = fit_laplace(task, sampled=True, **asked)
+        small = fit_laplace(part, **asked)
+        factor = task.n_data / len(sample)
+        if delta is None:
+            choices = [q.record["prior_choice"]["stationarity"] for q in (whole, small)]
+            assert choices[0] == pytest.approx(factor * choices[1], rel=1e-6)
+            continue
+        assert whole.n_data == 60
+        for name, values in whole.form.values.items():
+            expected = factor * (small.form.values[name] - delta) + delta
+            torch.testing.assert_close(values, expected)
+
+
 def exact_hessian(task: Task) -> Tensor:
     """Σ_i ∇²ℓ_i by plain automatic differentiation of the summed loss."""
     params = task.parameters()

@@ -243,7 +243,9 @@ class Spectral(Structure):
             if unfinished is not None:
                 unfinished.follow(fit.with_gradient(sums))
         ranks.total(sums.values())
-        return self.with_values({n: sums[n].add_(s) for n, s in self.values.items()})
+        return self.with_values(
+            {n: sums[n].mul_(fit.scale).add_(s) for n, s in self.values.items()}
+        )
 
     def times(self, v: Tree) -> Tree:
         return self._power(v, 1.0)

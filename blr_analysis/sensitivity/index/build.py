@@ -7,7 +7,7 @@ is started again, and ends in the same bits.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +22,14 @@ from blr_analysis.errors import StorageError
 from blr_analysis.files.placing import check_free, check_room, held
 from blr_analysis.posterior import Forecast
 from blr_analysis.posterior.posterior import Posterior
-from blr_analysis.sensitivity.index.block_count import block_counts
-from blr_analysis.sensitivity.index.blocks import BLOCK
-from blr_analysis.sensitivity.index.compressed import Compressed, Compression
 from blr_analysis.sensitivity.index.projection import (
-    TRIED,
+    DTYPES,
     Projection,
     joined,
-    multiplies_half,
+    records_of,
+    values_of,
 )
+from blr_analysis.sensitivity.index.sketch import Sketch
 from blr_analysis.sensitivity.index.stored import (
     FORMAT,
     PLAN,
@@ -42,17 +41,17 @@ from blr_analysis.sensitivity.index.stored import (
     write_record,
     write_shard,
 )
-from blr_analysis.sensitivity.index.whitened import Roots
-from blr_analysis.sensitivity.influence.blocks import Cotangent, matrix_of, pieces
+from blr_analysis.sensitivity.influence.blocks import matrix_of, pieces
 from blr_analysis.sensitivity.influence.results import ProjectionError
 from blr_analysis.sensitivity.training_errors import mean_errors
 from blr_analysis.task import Task
 
-DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 NAMES = {"n_data": "number of examples", "last_loss": "model"}  # of entries of a plan
-PROBE_ROWS = 64  # training examples whose exact influence measures the error …
+PROBE_ROWS = 32  # training examples whose exact influence measures the error …
 PROBE_COLUMNS = 16  # … on so many others
-QUESTION_BLOCKS = 8  # times as many blocks of a question as are stored
+
+
+Heard = Callable[[ProjectionError], None]  # hears how far an index will err
 
 
 @dataclass(frozen=True)
@@ -60,142 +59,105 @@ class Builder:
     """What an index is built of.
 
     Attributes:
-        rank: room per example, in numbers of ``dtype``.
-        cotangent: ∂ℓ/∂f of the training examples.
+        store: its folder.
+        projection: of the training examples.
+        dtype: of the numbers that are stored.
     """
 
-    task: Task
-    posterior: Posterior
     store: Store
-    rank: int
+    projection: Projection
     dtype: torch.dtype
-    cotangent: Cotangent
 
-    def compression(self, blocks: int = 0) -> Compression:
-        """With so many blocks of each example."""
-        return Compression.of(self.posterior, self.rank, self.dtype, blocks)
-
-    def projection(self, compression: Compression, roots: Roots, half: bool) -> Projection:
-        """Of the training examples."""
-        return Projection(self.task, self.posterior, compression, roots, self.cotangent, half)
-
-    def write_files(self, missing: list[str]) -> dict[str, Any]:
-        """Write the files of records that are missing; what was decided, as the plan says it."""
+    def error(self) -> ProjectionError:
+        """How far the index errs, before it is written: as the plan says, or measured."""
         plan = self.store.plan
-        if not missing and "blocks" in plan:
-            return plan
-        compression = self.compression()
-        examples = sum(len(self.store.files[name]) for name in missing)
-        check_room(self.store.path / STEM, examples * compression.nbytes(self.dtype))
-        half = self._decided_half(compression)
-        roots = compression.roots(self.posterior)
-        blocks = self._decided_blocks(self.projection(compression, roots, half))
-        projection = self.projection(self.compression(blocks), roots, half)
+        if "error" not in plan:
+            error = self._measured_error()
+            entry = [error.relative_rms, error.spearman, error.pairs]
+            if ranks.first():
+                write_record(self.store.path / PLAN, plan | {"error": entry})
+            ranks.wait()
+        return ProjectionError(*self.store.plan["error"])
+
+    def write_files(self) -> None:
+        """Write the files of records that are missing."""
+        missing = self.store.missing()
+        n_examples = sum(len(self.store.files[name]) for name in missing)
+        bytes_of_each = self.projection.sketch.size * self.dtype.itemsize
+        check_room(self.store.path / STEM, n_examples * bytes_of_each)
         whole_turns = len(missing) // ranks.count() * ranks.count()
         for nth, name in enumerate(missing):
             divided = nth >= whole_turns  # too few are left: chunk by chunk
             if divided or nth % ranks.count() == ranks.rank():
-                self._write_file(name, projection, divided)
-        return {"half": half, "blocks": blocks}
+                self._write_file(name, divided)
 
-    def _decided_half(self, compression: Compression) -> bool:
-        """Whether gradients are turned in bfloat16: on any machine as the build was begun."""
-        if ranks.first():
-            plan = self.store.plan
-            if "half" not in plan:
-                half = compression.signs and multiplies_half(self.posterior)
-                write_record(self.store.path / PLAN, plan | {"half": half})
-        ranks.wait()
-        return self.store.plan["half"]
-
-    def _decided_blocks(self, projection: Projection) -> int:
-        """How many blocks of each example are stored: as the build was begun."""
-        plan = self.store.plan
-        if "blocks" in plan:
-            return plan["blocks"]
-        blocks = projection.block_count(self.dtype.itemsize * self.rank)
-        if ranks.first():
-            write_record(self.store.path / PLAN, plan | {"blocks": blocks})
-        return blocks
-
-    def _write_file(self, name: str, projection: Projection, divided: bool) -> None:
+    def _write_file(self, name: str, divided: bool) -> None:
         rows = self.store.files[name]
-        parts = projection.parts(rows, divided=divided)
-        records = ((chosen, self._records(projection, part)) for chosen, part in parts)
-        whole = joined(records, rows, divided)
+        z = joined(self.projection.parts(rows, divided=divided), rows, divided=divided)
         if ranks.first() or not divided:
-            write_shard(whole, self.store.path / name, rows)
+            write_shard(records_of(z, self.dtype), self.store.path / name, rows)
 
-    def _records(self, projection: Projection, part: Compressed) -> dict[str, Tensor]:
-        """What files hold of these examples, and their self-influences."""
-        records = projection.compression.records(part, self.dtype)
-        return records | {"self_influence": part.squares}
-
-    def finish(self, claim: dict[str, Any], decided: dict[str, Any]) -> None:
-        """Measure the error, and write the files that are written last."""
-        compression = self.compression(decided["blocks"])
-        error = self.measured_error(compression)
+    def finish(self, claim: dict[str, Any]) -> None:
+        """Write the files that are written last."""
         if not ranks.first():
             return
-        entries = {
-            "error": [error.relative_rms, error.spearman, error.pairs],
-            "numbers": compression.size,
-            "signs": compression.signs,
-            "half": decided["half"],
-            "blocks": decided["blocks"],
-            "sums": compression.sums,
-        }
-        self.posterior.save(self.store.path / POSTERIOR)
-        self.store.write_examples(self.task.metadata)
+        entries = {"error": self.store.plan["error"], "numbers": self.projection.sketch.size}
+        self.projection.sketch.posterior.save(self.store.path / POSTERIOR)
+        self.store.write_examples(self.projection.task.metadata)
         self.store.write_config(claim | entries)
 
-    def measured_error(self, compression: Compression) -> ProjectionError:
+    def _measured_error(self) -> ProjectionError:
         """Stored against exact influence, on random pairs of different training examples.
 
         The influence of examples on themselves is many times larger and stored best: it would hide
         the error.
         """
-        rows, columns = probe(self.task.n_data)
-        roots = compression.roots(self.posterior)
-        questions = Projection(self.task, self.posterior, compression, roots).compressed(
-            columns, block_factor=QUESTION_BLOCKS, divided=True
-        )
-        estimate = torch.zeros(len(rows), len(columns), dtype=torch.float64)
+        task = self.projection.task
+        q = self.projection.sketch.posterior
+        rows, columns = probe(task.n_data)
+        questions = Projection(task, self.projection.sketch).whole(columns, divided=True)
+        records = records_of(self.projection.whole(rows, divided=True), self.dtype)
+        estimate = values_of(records, questions).double()
         exact = torch.zeros_like(estimate)
         visited = ranks.share(torch.arange(len(rows)))
         if len(visited):
-            read = self.store.read(
-                lambda records: compression.values(records, questions), rows[visited]
+            parts = pieces(
+                task,
+                q,
+                task,
+                train_cotangent=self.projection.cotangent,
+                indices=rows[visited],
+                test_indices=columns,
             )
-            estimate[visited] = torch.cat([values for _, values in read]).double()
-            exact[visited] = matrix_of(
-                pieces(
-                    self.task,
-                    self.posterior,
-                    self.task,
-                    train_cotangent=self.cotangent,
-                    indices=rows[visited],
-                    test_indices=columns,
-                )
-            ).double()
-        ranks.total([estimate, exact])
+            exact[visited] = matrix_of(parts).double()
+        ranks.total([exact])
         return ProjectionError.between(estimate, exact)
 
 
-def write(task: Task, q: Posterior, path: Path, rank: int, dtype: str) -> None:
-    """Build the index of a task in this folder, or go on where a build ended."""
+def write(
+    task: Task, q: Posterior, path: Path, rank: int, dtype: str, heard: Heard | None = None
+) -> None:
+    """Build the index of a task in this folder, or go on where a build ended.
+
+    Args:
+        heard: hears how far the index will err, before the pass over all data.
+    """
     leads = ranks.first()
     claim: dict[str, Any] = {"posterior": fingerprint(q)}
     claim |= described(task, rank, dtype, q.mean, with_data=leads)
     indices_of_rank(task, q.mean)  # refuses ranks that differ
     store = Store(path, task.n_data)
-    builder = Builder(task, q, store, rank, DTYPES[dtype], mean_errors(task, q))
+    projection = Projection(task, Sketch.of(q, rank), mean_errors(task, q))
+    builder = Builder(store, projection, DTYPES[dtype])
     with held(path) if leads else nullcontext(), _claimed(store, claim):
         ranks.wait()
-        decided = builder.write_files(store.missing())
+        error = builder.error()
+        if heard is not None and not store.is_complete:
+            heard(error)
+        builder.write_files()
         ranks.wait()
         if not store.is_complete:
-            builder.finish(claim, decided)
+            builder.finish(claim)
     ranks.wait()
 
 
@@ -217,17 +179,13 @@ def build_cost(task: Task, fit: int, rank: int, *, structure: str, saved: int = 
         saved: bytes of a posterior that is there; 0 where it is fitted.
     """
     n = task.n_data
-    itemsize = torch.float16.itemsize
     parameters = task.parameters().values()
     size = sum(p.numel() for p in parameters)
     rows, columns = probe(n)
-    exact = len(rows) + len(columns)
-    question_sums = len(columns)
-    chooses_blocks = rank < size and block_counts(size // BLOCK, rank * itemsize)
-    to_choose = min(TRIED, n) if chooses_blocks else 0
+    to_measure = 2 * (len(rows) + len(columns))  # by the sketch, and exactly
     posterior = saved or 2 * sum(p.nbytes for p in parameters)
-    disk = n * min(rank, size) * itemsize + posterior
-    examples = fit + to_choose + n + exact + question_sums
+    disk = n * min(rank, size) + posterior
+    examples = fit + to_measure + n
     return Forecast.of(task, examples, disk=disk, structure=structure)
 
 
@@ -237,7 +195,7 @@ def check_place(path: Path, task: Task, rank: int, *, at_model: bool) -> None:
     claim: dict[str, Any] = {}
     if (path / PLAN).is_file():
         mean = task.parameters() if at_model else None
-        claim = described(task, rank, "float16", mean, with_data=ranks.first())
+        claim = described(task, rank, "int8", mean, with_data=ranks.first())
     _check_claim(path, claim)
 
 

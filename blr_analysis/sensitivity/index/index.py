@@ -1,23 +1,21 @@
 """Gradients of the training data on disk, small enough to be searched without another pass.
 
-For gradients g and posterior covariance Σ, w = Σ^½ g in the posterior's own basis, and the
-influence of i on j is w_iᵀ w_j. What is stored of each w: ``compressed.py``.
+The influence of i on j is g_iᵀ Σ g_j, for gradients g and posterior covariance Σ. What is stored
+of each g, and whose products are these influences but for an error: ``sketch.py``.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.terms import slices
 from blr_analysis.checks import instance, one_of, path_of, positive_int
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.posterior.posterior import Posterior
@@ -25,11 +23,10 @@ from blr_analysis.posterior.recognition import differs
 from blr_analysis.posterior.recognition import fingerprint as fingerprint_of_task
 from blr_analysis.posterior.structures.contract import Spectral
 from blr_analysis.sensitivity.door import checked_posterior
-from blr_analysis.sensitivity.index.build import DTYPES, QUESTION_BLOCKS, fingerprint, write
-from blr_analysis.sensitivity.index.compressed import Compressed, Compression, Records
-from blr_analysis.sensitivity.index.projection import Projection
-from blr_analysis.sensitivity.index.search import Search
-from blr_analysis.sensitivity.index.stored import POSTERIOR, Store
+from blr_analysis.sensitivity.index.build import Heard, fingerprint, write
+from blr_analysis.sensitivity.index.projection import DTYPES, Projection, values_of
+from blr_analysis.sensitivity.index.sketch import Sketch
+from blr_analysis.sensitivity.index.stored import POSTERIOR, Records, Store
 from blr_analysis.sensitivity.influence.blocks import matrix_of, pieces
 from blr_analysis.sensitivity.influence.results import (
     SHOWN,
@@ -44,7 +41,6 @@ from blr_analysis.sensitivity.influence.results import (
 from blr_analysis.sensitivity.training_errors import mean_errors
 from blr_analysis.task import Task
 
-QUESTIONS = 8  # that are looked for together
 COMPUTED = ("index", "self_influence")  # columns of the examples that are no metadata
 
 
@@ -58,7 +54,6 @@ class Index:
         error: how far its influence is from the exact one, on pairs of training examples.
         n_data: examples that are stored.
         numbers: stored of each.
-        signs: whether they are signs of random sums; else the numbers of the gradient itself.
     """
 
     path: Path
@@ -66,8 +61,7 @@ class Index:
     error: ProjectionError
     n_data: int
     numbers: int
-    signs: bool
-    _compression: Compression = field(repr=False)
+    _rank: int = field(repr=False)
     _store: Store = field(repr=False)
     _task: Task | None = field(default=None, repr=False)
 
@@ -79,8 +73,9 @@ class Index:
         posterior: Posterior,
         path: str | os.PathLike[str],
         *,
-        rank: int = 16384,
-        dtype: str = "float16",
+        rank: int = 32768,
+        dtype: str = "int8",
+        heard: Heard | None = None,
     ) -> Index:
         """Visit the training data once, and store of each example what fits in ``rank`` numbers.
 
@@ -92,12 +87,11 @@ class Index:
             task, posterior: as for :func:`blr_analysis.influence`; of structure "diag", "kron" or
                 "gram". Of a run the index takes one checkpoint, the one nearest its half.
             path: a folder, made if need be.
-            rank: room per example, in numbers of this dtype. Gradients with no more numbers are
-                stored whole. Of others the longest blocks are stored, in as much of the room as 16
-                examples say (a quarter where words are trained, little or nothing of an adapter),
-                and of the rest signs of random sums, 16 in the place of a float16.
-            dtype: "float16", "float32" or "float64"; with float16 ``rank=32768`` is 64 kB per
+            rank: room per example, in numbers of this dtype; matrices share it by how much of
+                Σ^½ g they hold. Gradients with no more numbers are stored whole.
+            dtype: "int8", "float16", "float32" or "float64"; with int8 ``rank=32768`` is 32 kB per
                 example.
+            heard: is told the error of the index, before the pass over all data.
 
         Under ``torchrun`` the ranks share the files, 256 examples each, in a folder that all see.
 
@@ -126,7 +120,7 @@ class Index:
         one_of("dtype", dtype, tuple(DTYPES))
         folder = Path(path_of(path)).expanduser()
         task_at_buffers = task.holding(q.buffers).quiet
-        write(task_at_buffers, q, folder, rank, dtype)
+        write(task_at_buffers, q, folder, rank, dtype, heard)
         return cls._opened(folder, task_at_buffers, q)
 
     @classmethod
@@ -162,10 +156,7 @@ class Index:
             ProjectionError(*config["error"]),
             n_data=config["n_data"],
             numbers=config["numbers"],
-            signs=config["signs"],
-            _compression=Compression(
-                config["numbers"], config["signs"], config["sums"], config["blocks"]
-            ),
+            _rank=config["rank"],
             _store=store,
             _task=task,
         )
@@ -204,8 +195,7 @@ class Index:
                 of each; needs ``Index.open(path, task=task)``.
             normalize: as for :func:`blr_analysis.influence`: True or "cosine" finds what a question
                 came from, where long texts otherwise lead every list.
-            harmful: False leaves these out, ``[M, 0]``. In a large index the search then takes a
-                fraction of the time, where no value is as far below 0 as the best are above it.
+            harmful: False leaves these out, ``[M, 0]``.
 
         Raises:
             InputError: k above the number of examples, ``refine`` below k or without the task,
@@ -249,8 +239,8 @@ class Index:
 
     @cached_property
     def self_influence(self) -> Tensor:
-        """g_iᵀ Σ g_i of every stored example, ``[N]``: exact, but for some 1e-3 where signs are
-        stored and the device multiplies bfloat16 faster than float32."""
+        """g_iᵀ Σ g_i of every stored example, ``[N]``: exact where gradients are stored whole, else
+        z_iᵀ z_i of what is stored."""
         return torch.tensor(self.examples["self_influence"], dtype=torch.float64)
 
     @cached_property
@@ -266,75 +256,39 @@ class Index:
         """What the values of stored examples are divided by, ``[N]``."""
         return rooted(self.self_influence) if normalize else torch.ones(self.n_data)
 
-    def _projected(self, task: Task, normalize: Normalize) -> tuple[Compressed, Tensor]:
-        """The questions, divided by the lengths ``[M]`` that they count with; and these lengths."""
+    def _projected(self, task: Task, normalize: Normalize) -> tuple[Tensor, Tensor]:
+        """Sketches of the questions ``[M, size]``, divided by the lengths ``[M]`` that they count
+        with; and these lengths."""
         instance("test_task", task, Task, "a blr_analysis.Task with the questions")
         q = self.posterior.on(task, same_data=False)
         if self._task is not None:
             task = task.with_model(self._task)
             q = self.posterior.on(task, same_data=False)
-        projection = Projection(q.judging(task), q, self._compression, self._compression.roots(q))
-        questions = projection.compressed(block_factor=QUESTION_BLOCKS)
-        lengths = torch.ones_like(questions.squares)
+        z = Projection(q.judging(task), Sketch.of(q, self._rank)).whole()
+        lengths = torch.ones(len(z), dtype=torch.float64)
         if normalize == "cosine":
-            lengths = rooted(questions.squares)
-        return questions.over(lengths), lengths
+            lengths = rooted(z.double().square().sum(1))
+        return z / lengths.to(z).unsqueeze(1), lengths
 
-    def _values(
-        self, questions: Compressed, normalize: Normalize
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def _values(self, questions: Tensor, normalize: Normalize) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows and their influence on the questions, file by file."""
 
         def compute(records: Records) -> Tensor:
-            return self._compression.values(records, questions)
+            return values_of(records, questions)
 
-        for rows, values in self._store.read(compute):
-            yield rows, self._normalized(rows, values, normalize)
-
-    def _normalized(self, rows: Tensor, values: Tensor, normalize: Normalize) -> Tensor:
-        lengths = self._lengths(normalize)[rows].to(values)
-        return values / lengths.view(-1, *[1] * (values.ndim - 1))
+        lengths = self._lengths(normalize)
+        for rows, values in self._store.read(compute, threads=torch.get_num_threads()):
+            yield rows, values / lengths[rows].to(values).unsqueeze(1)
 
     def _best(
-        self, questions: Compressed, k: int, normalize: Normalize, harmful: bool
+        self, questions: Tensor, k: int, normalize: Normalize, harmful: bool
     ) -> dict[int, tuple[Tensor, Tensor]]:
         """Values and rows ``[k, M]`` of the largest (1) and, if asked for, the smallest (−1)."""
-        signs = (1, -1) if harmful else (1,)
-        counts_bits = hasattr(np, "bitwise_count")  # NumPy 2
-        if not (self.signs and counts_bits):
-            best = Best(k)
-            for rows, values in self._values(questions, normalize):
-                best.add(rows, values)
-            return dict(zip(signs, best.sides(), strict=False))
-        searches = [
-            Search(
-                self._reader(normalize),
-                self._compression,
-                questions.part(group),
-                self.n_data,
-                k,
-                signs,
-            ).best()
-            for group in slices(len(questions.z), QUESTIONS)
-        ]
-        best_of: dict[int, tuple[Tensor, Tensor]] = {}
-        for side, sign in enumerate(signs):
-            values = torch.cat([sides[side][0] for sides in searches], 1)
-            rows = torch.cat([sides[side][1] for sides in searches], 1)
-            best_of[sign] = (values, rows)
-        return best_of
-
-    def _reader(
-        self, normalize: Normalize
-    ) -> Callable[[Callable[[Records], Tensor], Tensor], Tensor]:
-        """Computes something from the records of rows, with a file on each thread."""
-        threads = torch.get_num_threads()
-
-        def read(compute: Callable[[Records], Tensor], rows: Tensor) -> Tensor:
-            parts = self._store.read(compute, rows, threads=threads)
-            return torch.cat([self._normalized(*part, normalize) for part in parts])
-
-        return read
+        best = Best(k)
+        for rows, values in self._values(questions, normalize):
+            best.add(rows, values)
+        largest, smallest = best.sides()
+        return {1: largest, -1: smallest} if harmful else {1: largest}
 
     def _exact(self, test_task: Task, rows: Tensor) -> Tensor:
         """The exact influence of these candidates ``[r, M]`` on each question."""

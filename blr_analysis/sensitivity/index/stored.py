@@ -1,7 +1,7 @@
 """The folder of an index: its files, and how they are written, read and checked.
 
 index_plan.json         what the index will hold: written first, so that a build can go on
-gradients-00001-of-…    the records of 256 examples: compressed.py
+gradients-00001-of-…    sketches of 256 examples' gradients
 posterior.safetensors   under which gradients are compared
 examples.parquet        index, self-influence and metadata of every example
 index_config.json       the plan, the measured error, and checksums of the files: written last
@@ -28,10 +28,9 @@ from blr_analysis.files.placing import drafted
 from blr_analysis.files.shards import save_file, shard_name
 from blr_analysis.files.source import bytes_of
 from blr_analysis.files.storage import file_checksum
-from blr_analysis.sensitivity.index.compressed import Records
 
 FORMAT = "blr_analysis.index"
-VERSION = 7
+VERSION = 8
 PLAN = "index_plan.json"
 CONFIG = "index_config.json"
 EXAMPLES = "examples.parquet"
@@ -39,6 +38,7 @@ POSTERIOR = "posterior.safetensors"
 STEM = "gradients"
 SHARD = 256  # examples per file: what a killed run loses at most
 
+Records = Mapping[str, Tensor]  # of some examples, what files hold, by name
 Compute = Callable[[Records], Tensor]  # rows of something, from records
 Unread = dict[str, dict[str, str]]  # checksums of tensors that nobody has read, by file and name
 
@@ -290,7 +290,7 @@ def read_checked(file: Path) -> dict[str, Any]:
         raise StorageError(f"{str(file)!r} is no index of this package.")
     if content.get("version") != VERSION:
         raise StorageError(
-            f"{str(file)!r} is of another version than {VERSION}: delete the folder, build again."
+            f"{str(file)!r} is of another version than {VERSION}: delete the folder, index again."
         )
     if CHECKSUM not in content:
         raise StorageError(damaged(file))
