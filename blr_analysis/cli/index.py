@@ -39,9 +39,6 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
 
 SOURCE = "source.json"  # in the folder of an index: where its model and data were
 SAMPLED = 8  # numbers of each tensor by which a model's weights are recognised
-EARLIER_LOADING: dict[str, Any] = {
-    "dtype": "float32"
-}  # of indexes that do not say how their model was loaded
 EXCERPT = 60  # characters of a text that are printed
 BEHAVIOUR = "How far the loss of an unwanted output would rise without each, on average."
 ROUGH = 0.3  # relative error of the influence from which on other sources come first
@@ -462,7 +459,7 @@ class Speaker:
                 f"{str(index)!r} does not say where its language model is: name it with --model; "
                 "or ask SCRIPT.py:TASK"
             )
-        loading = LoadingOptions(**self.origin.get("loading", EARLIER_LOADING))
+        loading = LoadingOptions(**self.origin.get("loading", {}))
         base = self.origin.get("base")
         self.loaded = loading.language_model(self.origin["model"], base, self.device)
         self._check_tokenizer()

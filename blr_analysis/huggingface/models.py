@@ -257,7 +257,7 @@ def load_tuned(
     task: str | None = None,
     device: str | torch.device = "cpu",
 ) -> Pretrained:
-    """:func:`load_model` in float32; of the folder of an adapter its base with the adapter added,
+    """:func:`load_model`; of the folder of an adapter its base in float32 with the adapter added,
     of which only the parameters that it changes have a gradient.
 
     Args:
@@ -270,7 +270,7 @@ def load_tuned(
     if not is_adapter(place):
         if base is not None:
             raise InputError(f"{str(place)!r} is no adapter: leave base out")
-        return load_model(place, task=task, device=device, dtype="float32")
+        return load_model(place, task=task, device=device)
     place_of_base = _base_of(place, base, Loading(device))
     loaded = load_model(place_of_base, task=task, device=device, dtype="float32")
     source = open_adapter(place, Folder.open(loaded.folder), dtype=torch.float32)

@@ -20,6 +20,7 @@ import blr_analysis as blr
 from blr_analysis.errors import BLRError, DataError, InputError, PosteriorError, StorageError
 from blr_analysis.files import Folder, fingerprint, storage
 from blr_analysis.huggingface.fisher import FisherResult, fisher
+from blr_analysis.huggingface.models import load_tuned
 from blr_analysis.merging.precisions import open_precision
 from blr_analysis.posterior import read_precision_record
 
@@ -194,6 +195,22 @@ def test_it_lies_beside_the_model_and_asks_no_network(
     assert read_precision_record(model / "precision")["kind"] == "fisher_emp"
     fisher(model, bert / "data.jsonl", kind="ggn", force=True)
     assert read_precision_record(model / "precision")["kind"] == "ggn"
+
+
+@pytest.mark.parametrize("name", ["bert", "llama, tied"])
+def test_a_model_in_half_precision_stays_in_it(models: Models, name: str, tmp_path: Path) -> None:
+    """Sums are float32, and as near to those of the wide model as rounding lets them."""
+    place = tmp_path / "half"
+    shutil.copytree(models[name], place)
+    model, _ = reload(place)
+    model.bfloat16().save_pretrained(place)
+    assert load_tuned(place).model.dtype == torch.bfloat16
+    on(place, tmp_path / "of half", kind="emp")
+    wide = reload(place)[0].float()
+    wide.save_pretrained(place)
+    on(place, tmp_path / "of wide", kind="emp")
+    assert {t.dtype for t in stored(tmp_path / "of half").values()} == {torch.float32}
+    assert gap(stored(tmp_path / "of half"), stored(tmp_path / "of wide")) < 0.05
 
 
 def test_some_of_the_examples_stand_for_all(models: Models, tmp_path: Path) -> None:

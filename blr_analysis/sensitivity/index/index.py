@@ -209,12 +209,13 @@ class Index:
         questions, lengths = self._projected(test_task, normalize)
         candidates = self._best(questions, min(max(k, refine), self.n_data), normalize, harmful)
         if refine:
-            for sign, (_, rows) in candidates.items():
-                exact = self._exact(test_task, rows)
-                values = exact / lengths.to(exact) / self._lengths(normalize)[rows]
-                candidates[sign] = (values, rows)
+            candidates = {
+                sign: (self._refined(test_task, rows, lengths, normalize), rows)
+                for sign, (_, rows) in candidates.items()
+            }
         helpful, helpful_values = self._strongest(k, *candidates[1], sign=1, normalize=normalize)
-        harmful_rows, harmful_values = helpful[:, :0], helpful_values[:, :0]
+        harmful_rows = helpful[:, :0]
+        harmful_values = helpful_values[:, :0]
         if harmful:
             harmful_rows, harmful_values = self._strongest(
                 k, *candidates[-1], sign=-1, normalize=normalize
@@ -228,6 +229,13 @@ class Index:
             quantity=quantity,
             note=self.posterior.note,
         )
+
+    def _refined(
+        self, test_task: Task, rows: Tensor, lengths: Tensor, normalize: Normalize
+    ) -> Tensor:
+        """The exact values of these candidates ``[r, M]``."""
+        exact = self._exact(test_task, rows)
+        return exact / lengths.to(exact) / self._lengths(normalize)[rows]
 
     def _strongest(
         self, k: int, values: Tensor, rows: Tensor, *, sign: int, normalize: Normalize

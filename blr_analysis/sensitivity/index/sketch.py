@@ -199,8 +199,9 @@ class Sketch:
     def of(cls, q: Posterior, total: int) -> Sketch:
         """In so many numbers at most, but for one of every matrix."""
         assert isinstance(q.form, Spectral)
-        blocks = q.form.blocks if isinstance(q.form, Kronecker) else ()
-        bases = {block.key: block for block in blocks}
+        bases: dict[str, Basis] = {}
+        if isinstance(q.form, Kronecker):
+            bases = {block.key: block for block in q.form.blocks}
         precisions = {
             name: values if name in bases else by_rows(values)
             for name, values in q.form.values.items()
@@ -254,17 +255,18 @@ class Sketch:
         if isinstance(term, Rows):
             yield term.name, self.matrices[term.name].of_table(term.ids, term.grads[0])
         elif isinstance(term, Outer) and term.weight is not None and term.layout.groups == 1:
-            rows, columns = term.grads[0], term.inputs
+            matrix = self.matrices[term.weight]
             if term.layout.transposed:
-                rows, columns = columns, rows
-            yield term.weight, self.matrices[term.weight].of_factors(rows, columns)
+                yield term.weight, matrix.of_factors(term.inputs, term.grads[0])
+            else:
+                yield term.weight, matrix.of_factors(term.grads[0], term.inputs)
             if term.bias is not None:
                 bias = term.grads[0].sum(2, keepdim=True)
                 yield term.bias, self.matrices[term.bias].of_matrices(bias)
         else:
             for name, gradient in term.jacobian().items():
-                matrix = torch.stack([by_rows(example) for example in gradient[:, 0]])
-                yield name, self.matrices[name].of_matrices(matrix)
+                matrices = torch.stack([by_rows(example) for example in gradient[:, 0]])
+                yield name, self.matrices[name].of_matrices(matrices)
 
 
 def by_rows(values: Tensor) -> Tensor:
