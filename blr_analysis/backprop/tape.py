@@ -322,8 +322,10 @@ class Tape:
 def _batch_of(args: Any, kwargs: Any) -> int:
     """The rows of the first tensor that goes into a model; 0 where none has rows."""
     first = args[0] if args else None
-    leaves = [first] if isinstance(first, Tensor) and first.ndim else tree_leaves((args, kwargs))
-    return next((len(x) for x in leaves if isinstance(x, Tensor) and x.ndim), 0)
+    if isinstance(first, Tensor) and first.ndim:
+        return first.shape[0]
+    leaves = tree_leaves((args, kwargs))
+    return next((x.shape[0] for x in leaves if isinstance(x, Tensor) and x.ndim), 0)
 
 
 def _receiver(

@@ -185,7 +185,8 @@ class KroneckerRecorder(Reader):
         """
         if not model.training:
             return False
-        self._settle()
+        if self._tape.passes:
+            self._settle()
         self._gradient_scale = None
         self._follows_recorded = self._is_recorded
         self._is_recorded = self.passes % self.every == 0 and batch > 0
