@@ -143,7 +143,7 @@ def learned_by_vogn() -> tuple[blr.Task, blr.Posterior, dict[str, torch.Tensor]]
     return task, blr.Posterior.from_optimizer(optimizer, model), drawn_with
 
 
-ANSWERS: dict[str, Callable[[blr.Task, blr.Posterior], torch.Tensor]] = {
+ANSWERS: dict[str, Callable[[blr.Task, blr.Posterior], Any]] = {
     "sensitivity": lambda task, q: blr.sensitivity(task, q).variance,
     "leave_one_out": lambda task, q: blr.leave_one_out(task, q).losses,
     "influence": lambda task, q: blr.influence(task, q, task),
