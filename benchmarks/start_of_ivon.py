@@ -21,6 +21,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sklearn.datasets import load_diabetes, load_digits
@@ -195,7 +196,7 @@ def study(name: str) -> None:
         loo = blr.leave_one_out(task, posterior)
         suspects = torch.tensor(blr.suspicious(task, posterior).table["index"].to_numpy().copy())
         hits = torch.isin(suspects[: len(wrong)], wrong)
-        influence = blr.influence(task, posterior, asked_task)
+        influence: Any = blr.influence(task, posterior, asked_task)
         answers = [
             blr.what_if(task, posterior, remove=group, evaluate=test_task, solver="posterior")
             for group in groups
