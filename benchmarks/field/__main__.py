@@ -214,13 +214,16 @@ class Field:
         some = some or fits
         calibrated = self.calibrated(*first)
         left_out = {"calibrated": calibrated, **some}
+        by_record = {}
         if "recorded" in fits:
             task, recorded = fits["recorded"]
-            left_out["recorded, calibrated"] = (task, blr.calibrate(task, recorded))
-        self.left_out(left_out)
+            by_record["recorded, calibrated"] = (task, blr.calibrate(task, recorded))
+        self.left_out({**left_out, **by_record})
         kept = self.groups(some)
+        if by_record:
+            self.groups(by_record)
         (self.folder / f"{self.name.replace(' ', '_')}.json").write_text(json.dumps(kept))
-        self.suspects({"calibrated": calibrated, **some})
+        self.suspects({"calibrated": calibrated, **some, **by_record})
         self.row("a training", f"{self.truths.seconds:.2f} s")
         self.row("all", f"{time.process_time() - self.started:.0f} s")
 
