@@ -23,7 +23,8 @@ import torch
 from benchmarks import results
 
 HERE = Path(__file__).parent
-START, END = "<!-- table: written by `make bench` -->", "<!-- end of table -->"
+START = "<!-- table: written by `make bench` -->"
+END = "<!-- end of table -->"
 Result = dict[str, dict[str, float]]
 PROBLEMS = {
     "mlp": "MLP 784-32-16-10, 2,000 images",
@@ -109,7 +110,8 @@ def compared(measured: Result) -> dict[str, str]:
 def audit_line(rows: list[dict[str, Any]]) -> str:
     """What the fit and the ranking of a ResNet cost."""
     by_name = {row["what"]: row for row in rows}
-    fit, both = by_name["fit"], by_name["both"]
+    fit = by_name["fit"]
+    both = by_name["both"]
     return (
         f"Fit and `suspicious` of a ResNet at four checkpoints: {both['trainings']:.2f} of its "
         f"training of {both['epochs']} epochs; the fit takes "

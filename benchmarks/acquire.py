@@ -41,7 +41,8 @@ def accuracies(way: str, seed: int, rounds: int, labels: int) -> list[float]:
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     x = ((torch.tensor(images) - 4.9) / 6).float()[order]
     y = torch.tensor(targets)[order]
-    test_x, test_y = x[POOL + FIRST :], y[POOL + FIRST :]
+    test_x = x[POOL + FIRST :]
+    test_y = y[POOL + FIRST :]
     labelled = torch.arange(FIRST)
     found = []
     for done in range(rounds + 1):
@@ -79,7 +80,8 @@ def main() -> None:
             accuracies(way, seed, options.rounds, options.labels) for seed in range(options.seeds)
         ]
         table = torch.tensor(runs)
-        means, spreads = table.mean(0).tolist(), table.std(0).tolist()
+        means = table.mean(0).tolist()
+        spreads = table.std(0).tolist()
         cells = [f"{m:.3f} ± {s:.3f}" for m, s in zip(means, spreads, strict=True)]
         print(f"| {way} | {' | '.join(cells)} |", flush=True)
 

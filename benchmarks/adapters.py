@@ -185,7 +185,8 @@ def main() -> None:
         size = sum(f.stat().st_size for f in (folder / "INDEX").rglob("*") if f.is_file())
     for way, (seconds, memory) in figures.items():
         print(f"{way:<8}{seconds:8.1f} s{memory:8.2f} GiB")
-    (loop_seconds, loop_memory), (seconds, memory) = figures["plain"], figures["index"]
+    loop_seconds, loop_memory = figures["plain"]
+    seconds, memory = figures["index"]
     print(f"ratio   {seconds / loop_seconds:8.2f}  {memory / loop_memory:8.2f}")
     print(f"disk    {size / asked.texts / 1000:8.1f} kB a text")
 

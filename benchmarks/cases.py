@@ -41,7 +41,8 @@ def case(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     "large" (784-500-300-10, 60,000)."""
     torch.manual_seed(0)
     if name == "large":
-        x, y = torch.rand(60_000, 784), torch.randint(CLASSES, (60_000,))
+        x = torch.rand(60_000, 784)
+        y = torch.randint(CLASSES, (60_000,))
         return mlp(784, 500, 300, CLASSES), x, y
     if name == "mlp":
         return mlp(784, 32, 16, CLASSES), torch.rand(2000, 784), torch.randint(CLASSES, (2000,))

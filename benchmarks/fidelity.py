@@ -101,10 +101,12 @@ def tables(
 def asked(case: Case) -> tuple[Tensor, Tensor, slice, slice]:
     """Everything that a peer is asked about at once: test examples, then examples left out."""
     count = min(TESTS, len(case.x_test))
-    x, y = case.x_test[:count], case.y_test[:count]
+    x = case.x_test[:count]
+    y = case.y_test[:count]
     if case.left_out is not None:
         chosen = case.left_out.indices
-        x, y = torch.cat([x, case.x[chosen]]), torch.cat([y, case.y[chosen]])
+        x = torch.cat([x, case.x[chosen]])
+        y = torch.cat([y, case.y[chosen]])
     return x, y, slice(count, len(x)), slice(0, count)
 
 
@@ -138,7 +140,8 @@ def datamodeling(case: Case, answers: list[Answer]) -> Iterator[str]:
     if truth is None:
         return
     count = min(TESTS, len(case.x_test))
-    kept, losses = truth.kept, truth.losses[:, :count]
+    kept = truth.kept
+    losses = truth.losses[:, :count]
     yield from (
         f"**Linear datamodeling score**, {len(truth.kept)} random subsets of "
         f"{int(truth.kept[0].sum())} examples, {count} test examples",

@@ -54,7 +54,9 @@ def peak_above(call: Callable[[], object]) -> int:
         return torch.cuda.max_memory_allocated() - held
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what earlier work freed goes back, so that it counts again
-    before, highest, done = resident(), 0, threading.Event()
+    before = resident()
+    highest = 0
+    done = threading.Event()
 
     def watch() -> None:
         nonlocal highest

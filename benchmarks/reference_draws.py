@@ -38,11 +38,15 @@ from sklearn.datasets import load_breast_cancer, load_diabetes, load_iris
 
 numpyro.enable_x64()
 
-CHAINS, DRAWS, WARMUP, KEPT = 8, 10_000, 1_000, 1_000
+CHAINS = 8
+DRAWS = 10_000
+WARMUP = 1_000
+KEPT = 1_000
 OUT = Path(__file__).parents[1] / "tests/learning_rule/inference/nuts.npz"
 COLUMNS = {"logistic": [0, 1, 4, 6, 8, 9], "poisson": [2, 3, 7, 8]}
 PRIOR_PRECISION = 1.0
-LENGTHSCALE, VARIANCE = 1.5, 4.0
+LENGTHSCALE = 1.5
+VARIANCE = 4.0
 
 
 def design(x, columns):
@@ -94,7 +98,8 @@ def statistics(chains):
     flat = chains.reshape(-1, chains.shape[-1])
     mean = flat.mean(0)
     squares = (chains - mean) ** 2
-    ess, ess_squares = effective_sample_size(chains), effective_sample_size(squares)
+    ess = effective_sample_size(chains)
+    ess_squares = effective_sample_size(squares)
     return {
         "mean": mean,
         "covariance": np.cov(flat.T).astype(np.float32 if flat.shape[1] > 20 else np.float64),
@@ -134,9 +139,11 @@ def main():
         )
 
     x, y = (np.asarray(part) for part in load_iris(return_X_y=True))
-    x, y = x[y > 0], (y[y > 0] == 2).astype(np.float64)
+    x = x[y > 0]
+    y = (y[y > 0] == 2).astype(np.float64)
     x = (x - x.mean(0)) / x.std(0)
-    train, test = slice(0, None, 2), slice(1, None, 2)
+    train = slice(0, None, 2)
+    test = slice(1, None, 2)
     ordered = np.concatenate([x[train], x[test]])
     chains = draw(process(ordered, y[train]), "f", 2)
     n = len(y[train])

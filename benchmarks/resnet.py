@@ -107,7 +107,8 @@ def measured(n: int, epochs: int) -> list[dict[str, Any]]:
     """Seconds of the training, the fit and the ranking, and what part of a training they are."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model, (x, y) = network(), images(n)
+    model = network()
+    x, y = images(n)
     checkpoints, training = timed(lambda: train(model, x, y, epochs))
     task = blr.Task(model, (x, y), checkpoints=checkpoints)
     posterior, fit = timed(lambda: blr.fit_laplace(task))

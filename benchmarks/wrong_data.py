@@ -31,7 +31,10 @@ from torch import Tensor, nn
 import blr_analysis as blr
 from tutorials.data import read
 
-FOLDS, BATCH, EPOCHS, CLASSES = 5, 50, 20, 10
+FOLDS = 5
+BATCH = 50
+EPOCHS = 20
+CLASSES = 10
 NAMES = ["data", "optimizer", "fault", "score"]
 Scores = dict[str, tuple[Tensor, float]]  # larger is more suspicious; seconds
 Fault = tuple[Tensor, Tensor, Tensor]  # inputs, targets, which are wrong
@@ -47,8 +50,10 @@ def train(how: str, x: Tensor, y: Tensor, seed: int) -> tuple[nn.Module, blr.Che
     """A network of two hidden layers, its checkpoints, and seconds."""
     torch.manual_seed(seed)
     hidden = (nn.Linear(x[0].numel(), 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
-    model, begun = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(64, CLASSES)), time.perf_counter()
-    n, steps = len(x), EPOCHS * math.ceil(len(x) / BATCH)
+    model = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(64, CLASSES))
+    begun = time.perf_counter()
+    n = len(x)
+    steps = EPOCHS * math.ceil(len(x) / BATCH)
     optimizer = optimizer_of(how, model, n, steps)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     checkpoints = blr.Checkpoints(model, steps=steps)
@@ -74,7 +79,8 @@ def predictions(model: nn.Module, x: Tensor) -> Tensor:
 
 def flipped(x: Tensor, y: Tensor, kind: str, seed: int) -> Fault:
     """Labels with errors: 5 % anything else, or 10 % the next class."""
-    g, n = torch.Generator().manual_seed(1000 + seed), len(y)
+    g = torch.Generator().manual_seed(1000 + seed)
+    n = len(y)
     wrong = torch.zeros(n, dtype=torch.bool)
     wrong[torch.randperm(n, generator=g)[: round((0.05 if kind == "any" else 0.1) * n)]] = True
     shift = torch.randint(1, CLASSES, (n,), generator=g) if kind == "any" else torch.tensor(1)
@@ -83,7 +89,8 @@ def flipped(x: Tensor, y: Tensor, kind: str, seed: int) -> Fault:
 
 def strangers(x: Tensor, y: Tensor, seed: int) -> Fault:
     """Nine tenths of the data, and 3 % of others with labels at random: turned, and noise."""
-    g, n = torch.Generator().manual_seed(2000 + seed), round(0.9 * len(y))
+    g = torch.Generator().manual_seed(2000 + seed)
+    n = round(0.9 * len(y))
     count = max(10, n // 60)
     side = math.isqrt(x[0].numel())
     turned = x[n:][:count].reshape(-1, side, side).rot90(1, (1, 2)).reshape(-1, *x.shape[1:])
@@ -94,7 +101,8 @@ def strangers(x: Tensor, y: Tensor, seed: int) -> Fault:
 
 def copies(x: Tensor, y: Tensor, seed: int, exact: bool) -> Fault:
     """The data with 2.5 % of them there twice; copies that are not exact differ a little."""
-    g, n = torch.Generator().manual_seed(3000 + seed), len(y)
+    g = torch.Generator().manual_seed(3000 + seed)
+    n = len(y)
     chosen = torch.randperm(n, generator=g)[: n // 40]
     twin = x[chosen].clone()
     if not exact:
@@ -117,11 +125,13 @@ def neighbours(z: Tensor, k: int) -> Tensor:
 
 def label_scores(how: str, x: Tensor, y: Tensor, seed: int, model: nn.Module) -> Scores:
     """What has no part of ours: cleanlab's, and the training loss."""
-    crossed, begun = torch.empty(len(y), CLASSES), time.perf_counter()
+    crossed = torch.empty(len(y), CLASSES)
+    begun = time.perf_counter()
     folds = StratifiedKFold(FOLDS, shuffle=True, random_state=seed)
     for rest, out in folds.split(torch.zeros(len(y)), y):
         crossed[out] = predictions(train(how, x[rest], y[rest], seed)[0], x[out]).softmax(1)
-    taken, f = time.perf_counter() - begun, predictions(model, x)
+    taken = time.perf_counter() - begun
+    f = predictions(model, x)
     return {
         "plain loss": (F.cross_entropy(f.double(), y, reduction="none"), 0.0),
         "cleanlab, in-sample": (cleanlab(f.softmax(1), y), 0.0),
@@ -131,13 +141,17 @@ def label_scores(how: str, x: Tensor, y: Tensor, seed: int, model: nn.Module) ->
 
 def rows(where: tuple[str, ...], fault: Fault, seed: int) -> Iterator[dict[str, object]]:
     """Every score of one fault, and the kinds that were named."""
-    (x, y, wrong), how = fault, where[1]
+    x, y, wrong = fault
+    how = where[1]
     model, checkpoints, base = train(how, x, y, seed)
-    begun, kind = time.perf_counter(), where[2].partition(",")[0]
+    begun = time.perf_counter()
+    kind = where[2].partition(",")[0]
     task = blr.Task(model, (x, y), checkpoints=checkpoints, progress=False)
     ours = blr.suspicious(task, blr.fit_laplace(task))
     taken = base + time.perf_counter() - begun
-    f, z = predictions(model, x), predictions(model[:-1], x)  # type: ignore[index]
+    # type: ignore[index]
+    f = predictions(model, x)
+    z = predictions(model[:-1], x)
     if kind == "label":
         scores = label_scores(how, x, y, seed, model)
         scores["mean loss of the run"] = (ours.losses, taken)
@@ -150,14 +164,17 @@ def rows(where: tuple[str, ...], fault: Fault, seed: int) -> Iterator[dict[str, 
             "unfamiliarity tr ΛV": (ours.unfamiliarity, taken),
         }
     else:
-        pixels, features = neighbours(x.flatten(1), 10), neighbours(z, 10)
+        pixels = neighbours(x.flatten(1), 10)
+        features = neighbours(z, 10)
         scores = {
             "nearest ÷ 10th, pixels": (-pixels[:, 0] / pixels[:, -1], 0.0),
             "nearest ÷ 10th, features": (-features[:, 0] / features[:, -1], base),
             "closeness": (ours.score("duplicate"), taken),
         }
-    named, k = torch.tensor([word == kind for word in ours.kind]), int(wrong.sum())
-    right, told = float((named & wrong).sum()), max(1, int(named.sum()))
+    named = torch.tensor([word == kind for word in ours.kind])
+    k = int(wrong.sum())
+    right = float((named & wrong).sum())
+    told = max(1, int(named.sum()))
     about = {"named": int(named.sum()), "precision": right / told, "recall": right / k}
     about["expected"] = ours.precision if kind == "label" and ours.precision else math.nan
     yield {**dict(zip(NAMES, (*where, "named"), strict=True)), "planted": k, **about}

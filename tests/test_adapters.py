@@ -23,7 +23,8 @@ from blr_analysis.errors import BLRError
 from blr_analysis.files import Folder, Scratch, Source, Spec
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 D = 8  # width
 
@@ -49,8 +50,10 @@ class Folders:
     """A base and an adapter trained on it, on disk, and what PEFT makes of the two."""
 
     def __init__(self, where: Path, kind: str, dtype: torch.dtype) -> None:
-        self.base, self.adapter = where / "base", where / "adapter"
-        self.kind, self.dtype = kind, dtype
+        self.base = where / "base"
+        self.adapter = where / "adapter"
+        self.kind = kind
+        self.dtype = dtype
 
     def write(self, **settings: Any) -> Folders:
         torch.manual_seed(1)
@@ -139,19 +142,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bias of B": ("bert", {"target_modules": QV, "lora_bias": True}),
     "DoRA": ("bert", {"target_modules": ["query", "intermediate.dense"], "use_dora": True}),
     "new rows of both ends": (
-        "llama", {**NEW, "trainable_token_indices": {"embed_tokens": [7, 3], "lm_head": [2]}},
+        "llama",
+        {**NEW, "trainable_token_indices": {"embed_tokens": [7, 3], "lm_head": [2]}},
     ),
     "tied llama, new rows": ("tied", {**NEW, "trainable_token_indices": [7, 0, 15]}),
     "Conv1D, DoRA": (
-        "gpt2", {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True}
+        "gpt2",
+        {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True},
     ),
     "a weight as a parameter": (
-        "llama", {"target_modules": ["v_proj"], "target_parameters": ["k_proj.weight"]}
+        "llama",
+        {"target_modules": ["v_proj"], "target_parameters": ["k_proj.weight"]},
     ),
     "convolutions": ("vit", {"target_modules": ["projection"], "use_rslora": True}),
     "LoHa": ("bert", {"target_modules": QV, "peft_type": "LOHA"}),
     "IA3": ("bert", {"target_modules": ["query"], "peft_type": "IA3"}),
-}  # fmt: skip
+}
 STREAMED = {"plain", "rank-stabilised", "rank and alpha by name", "a regular expression", "llama"}
 
 
@@ -159,14 +165,17 @@ STREAMED = {"plain", "rank-stabilised", "rank and alpha by name", "a regular exp
 def test_every_tensor_is_what_peft_merges(case: str, folders: Callable[..., Folders]) -> None:
     kind, settings = CASES[case]
     pair = folders(kind, **settings)
-    base, ours, oracle = load_file(pair.base / "model.safetensors"), pair.ours(), pair.oracle()
+    base = load_file(pair.base / "model.safetensors")
+    ours = pair.ours()
+    oracle = pair.oracle()
     assert list(ours) == list(Folder.open(pair.base).specs)
     changed = set()
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, oracle[name], rtol=1e-12, atol=1e-13)
         changed |= {name} if not torch.equal(tensor, base[name]) else set()
     words = open_adapter(pair.adapter, Folder.open(pair.base)).changes
-    assert changed == set(words) and changed
+    assert changed == set(words)
+    assert changed
     assert all(w.startswith("LoRA") == (case in STREAMED) for w in words.values())
 
 
@@ -181,9 +190,11 @@ def test_the_bits_do_not_depend_on_the_pieces(
     kind, settings = CASES[case]
     pair = folders(kind, dtype, **settings)
     monkeypatch.setattr(sources, "ELEMENTS_PER_BLOCK", 50)  # six rows of 8
-    source, scratch = open_adapter(pair.adapter, Folder.open(pair.base)), Scratch()
+    source = open_adapter(pair.adapter, Folder.open(pair.base))
+    scratch = Scratch()
     for name in source.changes:
-        whole, size = source.tensor(name).view(-1), source.specs[name].numel
+        whole = source.tensor(name).view(-1)
+        size = source.specs[name].numel
         for step in (1, 7, 48, 100):
             if size // step > 200:
                 continue
@@ -205,7 +216,8 @@ class Endless(Source):
     """A base too large for any memory: ones, made as they are read."""
 
     def __init__(self, shape: tuple[int, int]) -> None:
-        self.name, self.specs = "endless", {"w.weight": Spec(shape, torch.bfloat16)}
+        self.name = "endless"
+        self.specs = {"w.weight": Spec(shape, torch.bfloat16)}
 
     def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
         return scratch.array(self, stop - start, torch.bfloat16).fill_(1)
@@ -213,10 +225,14 @@ class Endless(Source):
 
 def test_memory_is_bounded_by_the_matrices_and_the_piece(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    rows, cols = 3_000_000, 1000  # 6 GB in bfloat16
-    left, right = torch.randn(rows, 2), torch.randn(2, cols)
+    # 6 GB in bfloat16
+    rows = 3_000_000
+    cols = 1000
+    left = torch.randn(rows, 2)
+    right = torch.randn(2, cols)
     lora_file(tmp_path / "a", {"w.lora_A.weight": right, "w.lora_B.weight": left})
-    source, scratch = open_adapter(tmp_path / "a", Endless((rows, cols))), Scratch()
+    source = open_adapter(tmp_path / "a", Endless((rows, cols)))
+    scratch = Scratch()
     start = 1_234_567 * cols + 89
     piece = source.read("w.weight", start, start + 3 * cols, scratch)
     there = (1 + 1.5 * left[1_234_567:1_234_571] @ right).view(-1)[89 : 89 + 3 * cols]
@@ -226,7 +242,8 @@ def test_memory_is_bounded_by_the_matrices_and_the_piece(tmp_path: Path) -> None
 
 def test_a_bfloat16_base_is_rounded_once_or_not_at_all(folders: Callable[..., Folders]) -> None:
     pair = folders("llama", torch.bfloat16, target_modules=["q_proj"], bias="none")
-    tensors, name = pair.tensors(), "model.layers.0.self_attn.q_proj"
+    tensors = pair.tensors()
+    name = "model.layers.0.self_attn.q_proj"
     a, b = (tensors[f"base_model.model.{name}.lora_{x}.weight"].double() for x in "AB")
     base = load_file(pair.base / "model.safetensors")[f"{name}.weight"]
     exact = base.double() + 1.5 * b @ a
@@ -259,7 +276,8 @@ def test_one_prefix_may_differ(change: str, folders: Callable[..., Folders]) -> 
 def test_dora_is_its_formula(folders: Callable[..., Folders]) -> None:
     """W_j = m_j (W_0 + s·B·A)_j / ‖(W_0 + s·B·A)_j‖, for each output j."""
     pair = folders("llama", target_modules=["q_proj"], use_dora=True)
-    tensors, layer = pair.tensors(), "model.layers.1.self_attn.q_proj"
+    tensors = pair.tensors()
+    layer = "model.layers.1.self_attn.q_proj"
     part = {k.rpartition(f"{layer}.lora_")[2]: t for k, t in tensors.items() if layer in k}
     base = load_file(pair.base / "model.safetensors")[f"{layer}.weight"]
     v = base + 1.5 * part["B.weight"] @ part["A.weight"]
@@ -270,9 +288,12 @@ def test_dora_is_its_formula(folders: Callable[..., Folders]) -> None:
 def test_two_adapters_are_merged_as_weights(tmp_path: Path) -> None:
     """B₁A₁ + B₂A₂ without cross terms, onto a state dict; rank-stabilised ones by α/√r."""
     torch.manual_seed(0)
-    base, deltas, places = {"w.weight": torch.randn(5, 4, dtype=torch.float64)}, [], []
+    base = {"w.weight": torch.randn(5, 4, dtype=torch.float64)}
+    deltas = []
+    places = []
     for k, scale in enumerate((1.5, 3 / 2**0.5)):
-        a, b = torch.randn(2, 4, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+        a = torch.randn(2, 4, dtype=torch.float64)
+        b = torch.randn(5, 2, dtype=torch.float64)
         places.append(tmp_path / str(k))
         lora_file(places[k], {"w.lora_A.weight": a, "w.lora_B.weight": b}, use_rslora=k == 1)
         deltas.append(scale * b @ a)
@@ -410,4 +431,5 @@ def test_without_peft_the_extra_is_named(
         pair.ours()
     pair = folders("bert", target_modules=QV)
     assert len(open_adapter(pair.adapter, Folder.open(pair.base)).changes) == 4
-    assert is_adapter(pair.adapter) and not is_adapter(pair.base)
+    assert is_adapter(pair.adapter)
+    assert not is_adapter(pair.base)

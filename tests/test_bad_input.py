@@ -29,7 +29,8 @@ from blr_analysis.errors import (
 )
 
 N = 12
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
 def data(kind: str = "categorical", n: int = N) -> tuple[Tensor, Tensor]:
@@ -233,7 +234,10 @@ def test_what_a_sweep_refuses(options: dict[str, Any], error: type[BLRError], wo
 
 
 def test_weights_that_cannot_be_read() -> None:
-    broken, mixed, weird, away = mlp(), mlp(), mlp(), mlp().to("meta")
+    broken = mlp()
+    mixed = mlp()
+    weird = mlp()
+    away = mlp().to("meta")
     broken[2].weight.data[0, 0] = NAN
     mixed[2].float()
     weird[0].weight = nn.Parameter(weird[0].weight.to(torch.complex64))
@@ -256,7 +260,8 @@ def test_weights_that_cannot_be_read() -> None:
 
 
 def test_losses_of_one_output_take_flat_targets() -> None:
-    model, (x, y) = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()).double(), data()
+    model = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()).double()
+    x, y = data()
     flat = (y > 0).long()
     tasks = [
         blr.Task(model, (x, y), likelihood=nn.BCELoss()) for y in (flat, flat.double()[:, None])
@@ -371,4 +376,5 @@ def test_pickles_are_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 read(name)
     with pytest.raises(StorageError, match="has the name of a pickle"):
         fitted(task_of()).save(tmp_path / "mine.pt")
-    assert not Path("exploded").exists() and not Path("mine.pt").exists()
+    assert not Path("exploded").exists()
+    assert not Path("mine.pt").exists()

@@ -81,7 +81,8 @@ FILES = {"script.py": SCRIPT, "beside.py": "", "recipe.yml": ""}
 FILES["broken.py"] = "\ndef broken(:\n    pass\n"
 FILES["d.csv"] = "index,action,label\n3,relabel,2\n4,relabel,2\n6,keep,\n7,drop,\n"
 GONE = SCRIPT.splitlines().index('fails = lambda: {}["gone"]') + 1
-TASK, Q = "script.py:make_task", ("-p", "q.safetensors")
+TASK = "script.py:make_task"
+Q = ("-p", "q.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -122,13 +123,16 @@ def cells(text: str, first: str) -> list[str]:
 
 @pytest.mark.slow
 class TestAudit(CommandContract):
-    name, argv = "audit", (TASK, *Q, "--test", "make_test")
+    name = "audit"
+    argv = (TASK, *Q, "--test", "make_test")
 
     def check(self, out: Path, said: str) -> None:
         task, test, q = inputs()
-        found = investigate(task, q, test=test)
-        scores, loo, wrong = found.scores, found.loo, found.suspicions
-        tables = {"table": found.table, "suspicious": wrong.table, "removals": found.removals}
+        actual = investigate(task, q, test=test)
+        scores = actual.scores
+        loo = actual.loo
+        wrong = actual.suspicions
+        tables = {"table": actual.table, "suspicious": wrong.table, "removals": actual.removals}
         pictures = {"memory_map", "deviations", "leave_one_out", "suspicious", "removals"}
         assert {p.stem for p in out.glob("*.png")} == pictures
         others = {"table", "posterior", "summary", "report"}
@@ -138,32 +142,35 @@ class TestAudit(CommandContract):
             pd.testing.assert_frame_equal(
                 written, table, check_dtype=False, check_categorical=False
             )
-        assert found.table["left_out_prediction"].tolist() == loo.predictions.tolist()
-        assert found.table["left_out_loss"].tolist() == loo.losses.tolist()
-        assert found.table["kind"].tolist() == wrong.kind
-        assert found.table["kind_metadata"].tolist() == task.metadata["kind"]
+        assert actual.table["left_out_prediction"].tolist() == loo.predictions.tolist()
+        assert actual.table["left_out_loss"].tolist() == loo.losses.tolist()
+        assert actual.table["kind"].tolist() == wrong.kind
+        assert actual.table["kind_metadata"].tolist() == task.metadata["kind"]
         assert len(blr.Posterior.load(out / "posterior.safetensors").earlier) == len(q.earlier)
-        summary = as_text(in_text(*sections(found).values()))
+        summary = as_text(in_text(*sections(actual).values()))
         assert (out / "summary.txt").read_text() == summary
         assert said.startswith(summary[:2000])
         x, y = test.dataset.tensors
         nll = torch.nn.functional.cross_entropy(outputs := test.model(x), y).item()
         hits = (outputs.argmax(-1) == y).double().mean().item()
         estimate = cells(said, "leave-one-out estimate")
-        assert estimate[1] == two_digits(loo.nll) and estimate[-1] == percent(loo.accuracy)
+        assert estimate[1] == two_digits(loo.nll)
+        assert estimate[-1] == percent(loo.accuracy)
         on_test = cells(said, "test data")
-        assert on_test[1] == two_digits(nll) and on_test[-1] == percent(hits)
+        assert on_test[1] == two_digits(nll)
+        assert on_test[-1] == percent(hits)
         assert cells(said, "training data")[1] == two_digits(scores.losses.mean())
-        for region, count in found.memory.counts().items():
+        for region, count in actual.memory.counts().items():
             assert cells(said, f"{region}  ")[:2] == [region, str(count)]
         first = int(scores.table["deviation"].idxmax())
         assert re.search(rf"Most influential.*?\n\s*{first}\s", said, re.DOTALL)
         rows = r"^ +(\d+) +(?:label|unfamiliar|duplicate) "
         shown = re.findall(rows, said.split("Suspicious is")[1], re.MULTILINE)
         suspects = [i for i in wrong.order.tolist() if wrong.kind[i] != "none"]
-        assert list(map(int, shown)) == suspects[: len(shown)] and shown
+        assert list(map(int, shown)) == suspects[: len(shown)]
+        assert shown
         each = blr.what_if_each(task, q, evaluate=test)
-        pd.testing.assert_frame_equal(found.removals, each)
+        pd.testing.assert_frame_equal(actual.removals, each)
 
 
 class TestWhatIf(CommandContract):
@@ -174,11 +181,14 @@ class TestWhatIf(CommandContract):
         task, test, q = inputs()
         result = blr.what_if(task, q, remove="target == 1", evaluate=test, seeds=2)
         row = ["all", "30", f"{result.before.nll:.3f}", f"{result.nll:.3f}"]
-        assert cells(said, "all")[:4] == row and result.interval is not None
-        words, (low, high) = " ".join(said.split()), result.interval
+        assert cells(said, "all")[:4] == row
+        assert result.interval is not None
+        words = " ".join(said.split())
+        low, high = result.interval
         assert f"{result.removed} of 60 training examples" in words
         assert f"between {low:.3f} and {high:.3f}" in words
-        assert result.solver == "retrain" and "by whole trainings" in words
+        assert result.solver == "retrain"
+        assert "by whole trainings" in words
         pd.testing.assert_frame_equal(pd.read_parquet(out / "by_class.parquet"), result.by_class)
         left = load_file(out / "without.safetensors")
         assert torch.equal(left["1.weight"], result.parameters["1.weight"])
@@ -192,7 +202,9 @@ class TestWhatIf(CommandContract):
             truth = blr.what_if(task, q, relabel={3: 2, 4: 2}, remove=[7], solver=solver)
             assert code == 0 and cells(out, "all")[3] == f"{truth.nll:.3f}", err
             words = " ".join(out.split())
-            assert "2 relabelled" in out and truth.note in words and said in words
+            assert "2 relabelled" in out
+            assert truth.note in words
+            assert said in words
 
 
 class TestValidate(CommandContract):
@@ -206,10 +218,12 @@ class TestValidate(CommandContract):
     def check(self, out: Path, said: str) -> None:
         task, test, q = inputs()
         result = blr.validate(task, q, test, halves=5)
-        ours, ceiling = result.score("influence"), result.ceiling
+        ours = result.score("influence")
+        ceiling = result.ceiling
         shown = [f"{ours.value:.3f}", f"{ours.low:.2f} to {ours.high:.2f}"]
         assert cells(said, "influence")[1:] == [*shown, f"{ours.value / ceiling:.2f}"]
-        assert cells(said, "ones")[1] == "0.000" and cells(said, "ceiling")[1] == f"{ceiling:.3f}"
+        assert cells(said, "ones")[1] == "0.000"
+        assert cells(said, "ceiling")[1] == f"{ceiling:.3f}"
         written = pd.read_parquet(out / "validation.parquet")
         assert set(written["method"]) == {"influence", "ones", "ceiling"}
         assert (out / "validation.png").is_file()
@@ -219,7 +233,8 @@ class TestValidate(CommandContract):
     ) -> None:
         code, out, err = run(capsys, "validate", *self.argv, "--keep", "h.safetensors", "--json")
         facts = json.loads(out)
-        assert code == 0 and (facts["halves"], facts["seeds"], facts["epochs"]) == (5, 2, 2)
+        assert code == 0
+        assert (facts["halves"], facts["seeds"], facts["epochs"]) == (5, 2, 2)
         assert [row["method"] for row in facts["methods"]][-1] == "ceiling"
         assert 0 < err.index("10 retrainings on half of the data") < len(err)
         _, _, err = run(capsys, "validate", *self.argv, "--keep", "h.safetensors", "--dry-run")
@@ -251,12 +266,16 @@ def test_decisions_make_a_cleaned_data_set(here: Path, capsys: Any) -> None:
 
 
 class TestIndex(CommandContract):
-    name, argv, resumes = "index", (TASK, "--prior-precision", "2", "--profile"), True
+    name = "index"
+    argv = (TASK, "--prior-precision", "2", "--profile")
+    resumes = True
 
     def check(self, out: Path, said: str) -> None:
         assert cells(said, "examples")[1] == "60"
-        assert "Kronecker factors" in said and "the rest" in said
-        ours, own = blr.Index.open(out).posterior, inputs()[2].earlier[-1]
+        assert "Kronecker factors" in said
+        assert "the rest" in said
+        ours = blr.Index.open(out).posterior
+        own = inputs()[2].earlier[-1]
         # the checkpoint nearest half of the run
         assert torch.equal(ours.variance("1.weight"), own.variance("1.weight"))
 
@@ -270,22 +289,24 @@ class TestQuery(CommandContract):
         how: dict[str, Any] = {"k": 3, "normalize": True}
         exact = blr.influence(task, q.earlier[-1], test, **how).table.query("effect == 'helpful'")
         exact = exact.rename(columns={"test": "question", "train": "example"})
-        found = pd.read_parquet(out / "sources.parquet")
+        actual = pd.read_parquet(out / "sources.parquet")
         pd.testing.assert_frame_equal(
-            found, exact[[*found]].reset_index(drop=True), check_dtype=False, rtol=1e-4
+            actual, exact[[*actual]].reset_index(drop=True), check_dtype=False, rtol=1e-4
         )
-        assert {"train_target", "source"} <= {*found}
-        first = found.iloc[0]
+        assert {"train_target", "source"} <= {*actual}
+        first = actual.iloc[0]
         row = ["0", *(str(first[n]) for n in ("test_target", "test_prediction", "example"))]
         row += [str(first["train_target"]), f"{first['normalized_influence']:.3g}"]
         assert row in [line.split() for line in said.splitlines()]
 
 
 class TestAlgorithms(CommandContract):
-    name, argv = "algorithms", ("Adam",)
+    name = "algorithms"
+    argv = ("Adam",)
 
     def check(self, out: Path, said: str) -> None:
-        assert "squared minibatch gradient" in said and "blr_analysis.learning_rule.optim" in said
+        assert "squared minibatch gradient" in said
+        assert "blr_analysis.learning_rule.optim" in said
         assert "BayesBiNN" not in said
         pd.testing.assert_frame_equal(table1(), pd.read_parquet(out / "table1.parquet"))
 
@@ -346,27 +367,42 @@ DEFAULTS = {n: signature(blr.what_if).parameters[n].default for n in ("solver", 
     ("argv", "door", "name", "told"),
     [
         ("W", "sensitivity", "what_if", DEFAULTS | {"remove": "loss > 1", "evaluate": None}),
-        ("W --solver cg --passes 9 --seeds 7 --max-memory 1MB --no-progress", "sensitivity",
-         "what_if", {"solver": "cg", "passes": 9, "seeds": 7, "memory_budget": 10**6,
-         "progress": False}),
-        ("what-if T Q --relabel 'index in [3, 4]: 2' --relabel 'index == 5:0.5'", "sensitivity",
-         "what_if", {"relabel": {3: 2, 4: 2, 5: 0.5}, "remove": None}),
+        (
+            "W --solver cg --passes 9 --seeds 7 --max-memory 1MB --no-progress",
+            "sensitivity",
+            "what_if",
+            {"solver": "cg", "passes": 9, "seeds": 7, "memory_budget": 10**6, "progress": False},
+        ),
+        (
+            "what-if T Q --relabel 'index in [3, 4]: 2' --relabel 'index == 5:0.5'",
+            "sensitivity",
+            "what_if",
+            {"relabel": {3: 2, 4: 2, 5: 0.5}, "remove": None},
+        ),
         ("W --calibrate", "sensitivity", "calibrate", {"progress": None}),
-        ("audit T --fit diag --prior-precision 5", "posterior", "fit_laplace",
-         {"structure": "diag", "prior_precision": 5.0, "curvature": None}),
+        (
+            "audit T --fit diag --prior-precision 5",
+            "posterior",
+            "fit_laplace",
+            {"structure": "diag", "prior_precision": 5.0, "curvature": None},
+        ),
         ("audit T Q --by none --passes 3", "audit", "investigate", {"by": None, "passes": 3}),
         ("index T Q --rank 7 --out i", "sensitivity:Index", "build", {"rank": 7}),
-        ("query index script.py:make_test --refine 9 --no-normalize", "sensitivity:Index", "top",
-         {"refine": 9, "normalize": False, "harmful": False}),
+        (
+            "query index script.py:make_test --refine 9 --no-normalize",
+            "sensitivity:Index",
+            "top",
+            {"refine": 9, "normalize": False, "harmful": False},
+        ),
         ("demo --seed 3 --out out", "demo", "run", {"seed": 3}),
     ],
-)  # fmt: skip
+)
 def test_options_arrive(
     here: Path, capsys: Any, monkeypatch: Any, argv: str, door: str, name: str, told: dict[str, Any]
 ) -> None:
     def arrived(first: Any, *_: Any, **options: Any) -> None:
-        found = getattr(first, "__dict__", {}) | options
-        raise InputError(str({name: found[name] for name in told}))
+        actual = getattr(first, "__dict__", {}) | options
+        raise InputError(str({name: actual[name] for name in told}))
 
     owner = resolve_name(f"blr_analysis.{door}" + ":" * (":" not in door))
     monkeypatch.setattr(owner, name, arrived)
@@ -435,8 +471,10 @@ def test_every_example_of_the_help_is_a_command_line() -> None:
         ("audit T --by colour", "no column 'colour'"),
         ("audit T q.safetensors", "leave 'q.safetensors' out"),
         ("audit T --device abacus", "abacus"),
-        *((f"audit T --max-memory '{size}'", "--max-memory must be a size")
-          for size in ("GB", "0", "-1", "1XB", "1e400", "nan", "1 GB extra", "²GB")),
+        *(
+            (f"audit T --max-memory '{size}'", "--max-memory must be a size")
+            for size in ("GB", "0", "-1", "1XB", "1e400", "nan", "1 GB extra", "²GB")
+        ),
         ("audit T --out script.py/x", "script.py/x"),
         ("audit T --out ''", "empty"),
         ("demo --out script.py --force", "script.py"),
@@ -467,7 +505,7 @@ def test_every_example_of_the_help_is_a_command_line() -> None:
         ("merge recipe.yml recipe.yml", "is there already"),
         ("merge recipe.yml out --shard-size big", "--shard-size must be a size"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line_and_code_2(here: Path, capsys: Any, argv: str, word: str) -> None:
     before = {path.name for path in here.iterdir()} | {"__pycache__"}
     assert word in refused(capsys, *split(argv))
@@ -486,7 +524,8 @@ def test_faults_and_warnings_are_one_line(capsys: Any, monkeypatch: pytest.Monke
     assert err.splitlines() == ["warning: of other data", said]
     for argv in (("--debug", "algorithms"), ("algorithms", "--debug")):
         code, _, err = run(capsys, *argv)
-        assert code == 1 and 'raise RuntimeError("first line' in err
+        assert code == 1
+        assert 'raise RuntimeError("first line' in err
         assert err.splitlines()[-1] == said.removesuffix(" (--debug shows where)")
 
 
@@ -495,9 +534,12 @@ def test_an_interruption_and_the_guard_main_of_the_script(here: Path, capsys: An
     assert (code, out, err.splitlines()[-1]) == (130, "", "blr-analysis: interrupted")
     before = list(sys.path)
     task, none = load_tasks("script.py:TASK")
-    assert isinstance(task, blr.Task) and none is None and sys.path == before
+    assert isinstance(task, blr.Task)
+    assert none is None
+    assert sys.path == before
     assert run(capsys, "demo", "--dry-run", "--out", "demo")[0] == 0
-    assert not Path("audit").exists() and not Path("demo").exists()
+    assert not Path("audit").exists()
+    assert not Path("demo").exists()
 
 
 # Processes of their own
@@ -523,7 +565,8 @@ def test_any_width_of_terminal(here: Path) -> None:
         file = io.StringIO()
         show(findings, Console(file=file, width=width, highlight=False))
         lines = file.getvalue().splitlines()
-        assert max(map(len, lines)) <= width and any("unpred" in line for line in lines)
+        assert max(map(len, lines)) <= width
+        assert any("unpred" in line for line in lines)
         assert not any(line != line.rstrip() for line in lines)
     said = as_text(Text("web\u202e, \x1b[31mred\u200b\nnext"))
     assert said == "web?, ?[31mred?\nnext\n"  # no text steers the terminal
@@ -535,5 +578,6 @@ def test_an_ascii_terminal(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["what-if", TASK, *Q, "--remove", "index == 3"]) == 0
     out.flush()
     said = out.buffer.getvalue().decode("ascii")
-    assert "training examples taken out" in said and "-----" in said
+    assert "training examples taken out" in said
+    assert "-----" in said
     assert "?" not in said.replace("gone?", "")

@@ -71,7 +71,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"premise": a, "hypothesis": b, "label": i % 3} for i, (a, b) in enumerate(pairs)]
     written(place / "pairs.jsonl", rows)
     for k, name in enumerate("ab", 1):
-        model, generator = tiny.build("bert"), torch.Generator().manual_seed(k)
+        model = tiny.build("bert")
+        generator = torch.Generator().manual_seed(k)
         for p in model.parameters():
             p.data += 0.05 * torch.randn(p.shape, generator=generator)
         folder = tiny.save(place / name, model)
@@ -97,7 +98,8 @@ def here(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def tuned(*targets: str) -> Path:
     """A LoRA adapter of the language model."""
-    peft, place = pytest.importorskip("peft"), Path("lora")
+    peft = pytest.importorskip("peft")
+    place = Path("lora")
     how = {"init_lora_weights": False, "task_type": "CAUSAL_LM"}
     config = peft.LoraConfig(r=2, target_modules=[*targets], **how)
     peft.get_peft_model(load_model("llm").model, config).save_pretrained(str(place))
@@ -146,19 +148,22 @@ def test_of_prompts_and_conversations_the_answers_count(
     here: Path, row: Any, words: str, kept: list[int]
 ) -> None:
     """A token that begins in the header of a turn counts, as after a prompt."""
-    loaded, whole = load_model("llm"), datasets.Dataset.from_list([row | {"source": "web"}])
+    loaded = load_model("llm")
+    whole = datasets.Dataset.from_list([row | {"source": "web"}])
     loaded.tokenizer.chat_template = GLUED if words == GLUED else TEMPLATE
     whole.to_pandas().to_parquet("rows.parquet")
     whole.save_to_disk("saved")
     shown = words.replace("[CLS] ", "").replace(" [SEP]", "")
     if words == GLUED:
-        shown, words = "the film od a book od", SAID.replace("dull", "good")
+        shown = "the film od a book od"
+        words = SAID.replace("dull", "good")
     for file in (written("rows.jsonl", [*whole]), Path("rows.parquet"), whole, Path("saved")):
         task = language_task(loaded, file)
         told = [task.metadata[name] for name in ("text", "source")]
         assert told == [[" ".join(shown.split())], ["web"]]
         batch = task.fetch(torch.arange(1))
-        ids, labels = batch["input_ids"][0], batch["labels"][0]
+        ids = batch["input_ids"][0]
+        labels = batch["labels"][0]
         assert loaded.tokenizer.convert_ids_to_tokens(ids.tolist()) == words.split()
         assert (labels != -100).nonzero().flatten().tolist() == kept
 
@@ -184,7 +189,8 @@ def test_bad_rows(here: Path, rows: list[dict[str, Any]], words: str) -> None:
 
 
 def test_tokens_and_adapters_of_other_models(here: Path) -> None:
-    loaded, adapter = load_model("llm"), tuned("q_proj", "v_proj")
+    loaded = load_model("llm")
+    adapter = tuned("q_proj", "v_proj")
     with pytest.raises(InputError, match="no chat template"):
         language_task(loaded, written("rows.jsonl", [{"messages": TURNS}]))
     loaded.model.resize_token_embeddings(6)
@@ -210,7 +216,8 @@ def test_an_adapter_is_indexed_on_its_base(here: Path, capsys: Any, target: str)
     code, _, err = run(capsys, "index", *argv, "of_adapter")
     assert code == 0 and "prior precision" in err, err  # was found
     names = set(blr.Index.open("of_adapter").posterior.mean)
-    assert names and all(f"{target}.lora_" in name for name in names)
+    assert names
+    assert all(f"{target}.lora_" in name for name in names)
     if target != "q_proj":
         assert "tied" in refused(capsys, "fisher", *argv, "precision")
         return
@@ -226,7 +233,8 @@ def test_an_adapter_is_indexed_on_its_base(here: Path, capsys: Any, target: str)
 
 @pytest.mark.slow
 def test_a_query_names_the_model_that_the_index_was_made_with(here: Path, capsys: Any) -> None:
-    loaded, asked = load_model("llm"), ("query", "index", "asked.jsonl", "--model", "other")
+    loaded = load_model("llm")
+    asked = ("query", "index", "asked.jsonl", "--model", "other")
     loaded.tokenizer.add_tokens(["another"])  # which no text had
     loaded.tokenizer.save_pretrained("other")
     loaded.model.bfloat16().save_pretrained("other")  # the same, rounded
@@ -246,13 +254,15 @@ def test_an_index_and_its_questions(here: Path, capsys: Any) -> None:
     q = blr.fit_laplace(task, structure="kron", curvature="mc_fisher", prior_precision=1.0)
     how = "--top 3 --out found --tokens --refine 3 --no-normalize"
     code, out, err = run(capsys, "query", "index", "asked.jsonl", *how.split())
-    exact, table = blr.influence(task, q, test, k=3), pd.read_parquet("found/sources.parquet")
+    exact = blr.influence(task, q, test, k=3)
+    table = pd.read_parquet("found/sources.parquet")
     assert code == 0 and table["example"].tolist() == exact.helpful.flatten().tolist(), err
     values = exact.helpful_values.flatten().tolist()
     assert table["influence"].tolist() == pytest.approx(values, rel=1e-3)
     first = int(exact.helpful[0, 0])
     text = task.metadata["text"][first]
-    assert text[:48] in out and "0  the film was good" in out
+    assert text[:48] in out
+    assert "0  the film was good" in out
     shares = pd.read_parquet("found/tokens.parquet")
     sums = shares.groupby(["question", "example"])["influence"].sum()
     for row in table.itertuples():
@@ -268,7 +278,8 @@ def test_an_audit_of_texts(here: Path, capsys: Any) -> None:
     texts = pd.read_parquet("audit/table.parquet")["text"].tolist()
     longer = sum(len(text.split()) > 5 for text in texts)
     assert code == 0 and "perplexity" in out and f"{longer} of {N} texts" in err, err
-    assert texts == tiny.sentences(N, low=3) and texts[0] in Path("audit/report.html").read_text()
+    assert texts == tiny.sentences(N, low=3)
+    assert texts[0] in Path("audit/report.html").read_text()
 
 
 def passes(said: str) -> float:
@@ -286,7 +297,8 @@ def test_a_dry_run_counts_what_the_run_then_does(
         # a pass without records: the loss of the model
         argv = ("index", "llm", "data.jsonl", *options.split(), "--out", f"of{found}")
         said = run(capsys, *argv, "--dry-run")[1]
-        assert not Path(f"of{found}").exists() and not ran.clear()
+        assert not Path(f"of{found}").exists()
+        assert not ran.clear()
         assert run(capsys, *argv)[0] == 0
         assert sum(ran) / N == pytest.approx(passes(said) - found, rel=0.05)
     for options, more in ("--by source --passes 50", 3 * 2 * 50), ("--test asked.jsonl", 2 / N):
@@ -325,7 +337,8 @@ def test_a_behaviour_has_its_sources_and_the_data_without_them(here: Path, capsy
     good = written("good.jsonl", GOOD)
     code, out, err = run(capsys, *argv, "--good", good, "--write", "less.jsonl")
     assert code == 0 and "6 rows without these 3" in out, err
-    loaded, index = load_model("llm"), blr.Index.open("index")
+    loaded = load_model("llm")
+    index = blr.Index.open("index")
     bad, fine = (index.influence(language_task(loaded, f)) for f in ("asked.jsonl", good))
     scores = bad.double().mean(1) - fine.double().mean(1)
     worst = scores.argsort(descending=True)[:3].tolist()
@@ -380,11 +393,13 @@ def test_a_killed_index_does_not_fit_again(
     with monkeypatch.context() as patch:
         patch.setattr(blr.Index, "build", killed)
         assert run(capsys, *argv)[0] == 130
-    assert list(Path("killed.unfinished").glob("*.safetensors")) and not Path("killed").exists()
+    assert list(Path("killed.unfinished").glob("*.safetensors"))
+    assert not Path("killed").exists()
     monkeypatch.setattr("blr_analysis.posterior.laplace.fit_at_weights", lambda *_, **__: 1 / 0)
     code, _, err = run(capsys, *argv)
     assert code == 0, err
-    assert not Path("killed.unfinished").exists() and blr.Index.open("killed").n_data == 5
+    assert not Path("killed.unfinished").exists()
+    assert blr.Index.open("killed").n_data == 5
     code, out, err = run(capsys, "query", "killed", "asked.jsonl", "--refine", 3, "--top", 1)
     assert code == 0 and "the film was good" in out, err
 
@@ -416,52 +431,84 @@ def printed(out: str) -> dict[str, str]:
 
 
 class TestMerge(CommandContract):
-    name, argv, to = "merge", ("recipe.yml", "--shard-size", "300B"), ("out",)
+    name = "merge"
+    argv = ("recipe.yml", "--shard-size", "300B")
+    to = ("out",)
 
     def check(self, out: Path, said: str) -> None:
-        expected, found = blr.merge(**family_in_memory(), weights=[0.5, 1.5], delta=0.25), load(out)
+        expected = blr.merge(**family_in_memory(), weights=[0.5, 1.5], delta=0.25)
+        found = load(out)
         assert set(found) == set(expected)
         assert all(torch.equal(found[n], expected[n]) for n in expected)
         assert "6 tensors merged, 0 copied" in said
         assert re.search(r"3\.62 kB read, 604 B written in \d+\.\d s, [\d.]+ kB/s", said)
         assert "written to out: model-00001-of-00003.safetensors, model-00002" in said
         sizes = [sum(t.nbytes for t in load_file(f).values()) for f in out.glob("*.safetensors")]
-        assert max(sizes) <= 300 and sum(sizes) == 604
+        assert max(sizes) <= 300
+        assert sum(sizes) == 604
 
 
 class TestFisher(CommandContract):
     """With all of its options."""
 
     name = "fisher"
-    argv = ("model", "pairs.jsonl", "--text", "premise", "--text", "hypothesis", "--label", "label",
-            "--kind", "emp", "--task", "classification", "--examples", 5, "--max-length", 9,
-            "--bfloat16", "--max-memory", "1MB", "--seed", 3)  # fmt: skip
+    argv = (
+        "model",
+        "pairs.jsonl",
+        "--text",
+        "premise",
+        "--text",
+        "hypothesis",
+        "--label",
+        "label",
+        "--kind",
+        "emp",
+        "--task",
+        "classification",
+        "--examples",
+        5,
+        "--max-length",
+        9,
+        "--bfloat16",
+        "--max-memory",
+        "1MB",
+        "--seed",
+        3,
+    )
 
     def check(self, out: Path, said: str) -> None:
-        (tensors, record), found = storage.read(out), printed(said)
+        tensors, record = storage.read(out)
+        found = printed(said)
         zeros = sum(int((t == 0).sum()) for t in tensors.values())
-        size, cut = sum(t.numel() for t in tensors.values()), record["truncated"]
-        assert found["kind"] == record["kind"] == "fisher_emp" and record["seed"] == 3
+        size = sum(t.numel() for t in tensors.values())
+        cut = record["truncated"]
+        assert found["kind"] == record["kind"] == "fisher_emp"
+        assert record["seed"] == 3
         assert (record["examples"], record["n_data"], record["max_length"]) == (5, N, 9)
-        assert record["columns"] == ["premise", "hypothesis", "label"] and cut > 0
+        assert record["columns"] == ["premise", "hypothesis", "label"]
+        assert cut > 0
         assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
         assert found["tensors"] == str(len(tensors))
         assert found["parameters"] == f"{size:,}, {zeros / size:.1%} of them exactly 0"
         used = f"{N} (5 used, scaled); {cut} texts were cut to 9 tokens (--max-length)"
-        assert found["n_data"] == used and float(found["seconds"]) > 0
-        assert found["written"] == "out" and found["next"].startswith("blr-analysis merge")
+        assert found["n_data"] == used
+        assert float(found["seconds"]) > 0
+        assert found["written"] == "out"
+        assert found["next"].startswith("blr-analysis merge")
 
 
 def test_a_dry_run_says_what_would_be_done(here: Path, capsys: Any) -> None:
     code, out, err = run(capsys, "merge", "recipe.yml", "merged", "--dry-run")
-    assert code == 0 and "recipe.yml, base_precision: taken from" in err
+    assert code == 0
+    assert "recipe.yml, base_precision: taken from" in err
     found = printed(out)
     assert found["method"].startswith("gradient_matching: θ_0 + Σ")
     assert (found["to read"], found["to write"]) == ("3.62 kB", "604 B")
     assert re.fullmatch(r"[\d.]+ MB of buffers at most, \d threads?", found["memory"])
     assert re.search(r"ft2 +1\.5 +ft2/precision\n", out)
     assert re.search(r"merged +6 +151 +float32 +604 B", out)
-    assert "embed.weight" not in out and "Nothing was written" in out
+    assert "embed.weight" not in out
+    assert "Nothing was written" in out
     assert run(capsys, "merge", "recipe.yml", "--dry-run")[1] == out
 
 
@@ -472,12 +519,16 @@ def test_by_validation(here: Path, capsys: Any) -> None:
         "parameters: {delta: 0.5}\n"
     )
     code, _, err = run(capsys, "merge", "auto.yml", "untried")
-    assert code == 0 and "'gradient matching by the given base precision': no data" in err
+    assert code == 0
+    assert "'gradient matching by the given base precision': no data" in err
     data = ("--validate", "a.jsonl", "--validate", "b.jsonl")
     code, said, err = run(capsys, "merge", "auto.yml", "out", *data)
-    assert code == 0 and "auto: Choice(" in err and load("out")
+    assert code == 0
+    assert "auto: Choice(" in err
+    assert load("out")
     tried = re.findall(r"^(?:average|task\S*) .*?([\d.]+)$", said.split("Tried")[1], re.MULTILINE)
-    assert sorted(tried, key=float) == tried and len(tried) >= 5
+    assert sorted(tried, key=float) == tried
+    assert len(tried) >= 5
 
 
 @pytest.mark.slow
@@ -487,11 +538,13 @@ def test_statistics_behind_merged_layers(here: Path, capsys: Any) -> None:
     text = f"merge_method: fisher\nbase_model: model\nmodels: [{models}]\n"
     (here / "data.yml").write_text(text.replace("jsonl", "jsonl, precision: null"))
     code, said, _ = run(capsys, "merge", "data.yml", "--dry-run")
-    assert code == 0 and "forward passes" in said
+    assert code == 0
+    assert "forward passes" in said
     assert run(capsys, "merge", "data.yml", "out")[0] == 0
     tasks = text_tasks("model", ["a.jsonl", "b.jsonl"], labelled=False)
     how: dict[str, Any] = {"tasks": tasks, "weights": [1, 2], "method": "fisher"}
-    expected, found = blr.merge(load("model"), [load("a"), load("b")], **how), load("out")
+    expected = blr.merge(load("model"), [load("a"), load("b")], **how)
+    found = load("out")
     assert all(torch.equal(found[n], t) for n, t in expected.items())
 
 
@@ -520,7 +573,8 @@ def test_precisions_of_other_weights_and_options_that_cannot_be(here: Path, caps
         ("merge recipe.yml none --threads 0", "threads must be"),
         ("merge recipe.yml none --validate a.jsonl", "auto"),
     ):
-        assert word in refused(capsys, *argv.split()) and not (here / "none").exists()
+        assert word in refused(capsys, *argv.split())
+        assert not (here / "none").exists()
 
 
 @pytest.mark.slow

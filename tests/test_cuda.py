@@ -52,22 +52,27 @@ def fit(task: blr.Task, structure: str = "kron", **options: Any) -> blr.Posterio
 @pytest.mark.parametrize("name", CASES)
 def test_every_layer(name: str) -> None:
     here = task_of(CASES[name](), "gaussian")
-    model, data = copy.deepcopy(here.model).cuda(), tuple(t.cuda() for t in here.dataset.tensors)
+    model = copy.deepcopy(here.model).cuda()
+    data = tuple(t.cuda() for t in here.dataset.tensors)
     there = blr.Task(model, data, likelihood="gaussian", forward=here.forward)
-    q, p = fit(here, "diag"), fit(there, "diag")
+    q = fit(here, "diag")
+    p = fit(there, "diag")
     # 3e-9 was measured with weight normalisation, whose CUDA kernel is torch's own.
     tolerance = 1e-8 if "weight_norm" in name else CLOSE
     for parameter in q.mean:
         close(p.variance(parameter), q.variance(parameter), tolerance)
-    scores, found = blr.sensitivity(here, q), blr.sensitivity(there, p)
+    scores = blr.sensitivity(here, q)
+    actual = blr.sensitivity(there, p)
     for field in ("error", "variance", "self_influence"):
-        close(getattr(found, field), getattr(scores, field), tolerance)
+        close(getattr(actual, field), getattr(scores, field), tolerance)
 
 
 def test_convolutions_in_single_precision() -> None:
     """cuDNN takes TF32 for them by default; they are read by their rules all the same."""
     layers = nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(128, 3)
-    model, x, y = nn.Sequential(*layers), torch.randn(20, 2, 8, 8), torch.arange(20) % 3
+    model = nn.Sequential(*layers)
+    x = torch.randn(20, 2, 8, 8)
+    y = torch.arange(20) % 3
     there = blr.Task(copy.deepcopy(model).cuda(), (x.cuda(), y.cuda()))
     here = blr.Task(model.double(), (x, y))
     assert set(ways(there).values()) == {"convolution", "linear"}
@@ -92,10 +97,13 @@ def read_back(task: blr.Task, q: blr.Posterior, place: Path) -> Any:
     return blr.sensitivity(table("cpu"), blr.Posterior.load(place)).deviation
 
 
-# fmt: off
 ANALYSES: list[tuple[Callable[..., Any], float]] = [
-    (lambda t, q, _: blr.what_if(
-        t, q, remove=range(0, N, 2), evaluate=t, solver="posterior").nll, 1e-6),
+    (
+        lambda t, q, _: (
+            blr.what_if(t, q, remove=range(0, N, 2), evaluate=t, solver="posterior").nll
+        ),
+        1e-6,
+    ),
     (lambda t, q, _: blr.what_if(t, q, remove=[0, 5, 9], solver="cg").nll, 1e-6),
     (lambda t, q, _: blr.what_if_each(t, q, by="half", evaluate=t)["nll_after"].to_numpy(), 1e-6),
     (lambda t, q, _: blr.influence(t, q, t, normalize=True).as_subclass(Tensor), 1e-6),
@@ -105,12 +113,14 @@ ANALYSES: list[tuple[Callable[..., Any], float]] = [
     (lambda t, q, _: blr.select_prior_precision(t, [0.3, 1.0]).table.iloc[:, 1].to_numpy(), 1e-6),
     (lambda t, q, _: q.predict(t, draws=3000).nll, 0.05),  # draws of another generator
     (lambda t, q, place: indexed(t, q, place).influence(t).as_subclass(Tensor), 1e-5),
-    (lambda t, q, _: blr.merge(
-        q.mean, [{n: p * k for n, p in q.mean.items()} for k in (2.0, 0.3)],
-        method="ties")["0.weight"].cpu(), CLOSE),
+    (
+        lambda t, q, _: blr.merge(
+            q.mean, [{n: p * k for n, p in q.mean.items()} for k in (2.0, 0.3)], method="ties"
+        )["0.weight"].cpu(),
+        CLOSE,
+    ),
     (read_back, CLOSE),
 ]
-# fmt: on
 ROWS = [(call, "kron", torch.float64, tolerance) for call, tolerance in ANALYSES]
 ROWS += [
     (left_out, s, torch.float64, 1e-6 if s == "lowrank" else CLOSE)
@@ -166,7 +176,8 @@ def test_optimizers_train_there(row: str, tmp_path: Path) -> None:
                     nn.functional.cross_entropy(model(x), y).backward()
             step.step()
 
-    (model, step), (other, again) = made(3), made(5)
+    model, step = made(3)
+    other, again = made(5)
     train(model, step, 10)
     assert all(bool(p.isfinite().all()) and p.is_cuda for p in model.parameters())
     torch.save({"m": model.state_dict(), "o": step.state_dict()}, tmp_path / "c.pt")

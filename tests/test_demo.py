@@ -18,7 +18,8 @@ from blr_analysis.demo.job import _one_thread
 
 
 def test_the_split_is_a_partition_of_all_digits() -> None:
-    data, other = load(0), load(1)
+    data = load(0)
+    other = load(1)
     rows = torch.cat([data.rows, data.test_rows])
     assert rows.sort().values.tolist() == list(range(1797))
     assert not torch.equal(data.rows, other.rows)
@@ -34,14 +35,17 @@ def test_the_split_is_a_partition_of_all_digits() -> None:
 
 
 def test_training_repeats_itself_and_leaves_generator_and_threads_alone() -> None:
-    data, threads, state = load(), torch.get_num_threads(), torch.get_rng_state()
+    data = load()
+    threads = torch.get_num_threads()
+    state = torch.get_rng_state()
     part = data.images[:200], data.labels[:200]
     first, second, third = (train(*part, epochs=3, seed=seed)[0] for seed in (0, 0, 1))
     assert torch.equal(torch.get_rng_state(), state)
     every = (model.parameters() for model in (first, second, third, network()))
     for a, b, other, start in zip(*every, strict=True):
         assert torch.equal(a, b)
-        assert not torch.equal(a, start) and not torch.equal(a, other)
+        assert not torch.equal(a, start)
+        assert not torch.equal(a, other)
     with pytest.raises(ZeroDivisionError), _one_thread():
         assert torch.get_num_threads() == 1
         raise ZeroDivisionError
@@ -52,28 +56,35 @@ def test_training_repeats_itself_and_leaves_generator_and_threads_alone() -> Non
 def test_the_whole_demo(tmp_path: Path) -> None:
     """What is printed was computed, the script that is written states the same task, and what the
     README promises is so; in one test, for it is one run."""
-    folder, file = tmp_path / "digits", io.StringIO()
+    folder = tmp_path / "digits"
+    file = io.StringIO()
     findings, truth = run(folder, console=Console(file=file, width=120))
     told = file.getvalue()
-    loo, on_test, removals = findings.loo, findings.on_test, findings.removals
-    assert on_test is not None and removals is not None
+    loo = findings.loo
+    on_test = findings.on_test
+    removals = findings.removals
+    assert on_test is not None
+    assert removals is not None
     assert all(path.name in told for path in folder.iterdir() if path.name != "checkpoints")
     assert {"report.html", "summary.txt", "removals.png"} <= {p.name for p in folder.iterdir()}
     assert findings.table["row"].tolist() == load().rows.tolist()
     assert all(two_digits(nll) in told for nll in (*removals["nll_after"], *truth.values()))
-    assert "The temperature was measured" in told and "\x1b" not in told
+    assert "The temperature was measured" in told
+    assert "\x1b" not in told
     after = removals.set_index("group")["nll_after"]
     assert list(truth) == [int(after.idxmax()), int(after.idxmin())]
 
     task, test = load_tasks(f"{folder}/digits.py:train", "test")
     posterior = blr.Posterior.load(folder / "posterior.safetensors")
-    assert test is not None and task.recipe.epochs == recipe(task.n_data).epochs
+    assert test is not None
+    assert task.recipe.epochs == recipe(task.n_data).epochs
     assert (posterior.structure, len(posterior.earlier)) == ("kron", 3)
     assert blr.leave_one_out(task, posterior).nll == pytest.approx(loo.nll, rel=1e-5)
     assert on_test.accuracy > 0.9  # eve labelled the test data as well
     planted = load().planted
     assert planted[findings.suspicions.order[: int(planted.sum())]].double().mean() > 0.7
-    assert "Annotator eve supplied" in told and "labels were planted wrong" in told
+    assert "Annotator eve supplied" in told
+    assert "labels were planted wrong" in told
     # The estimate from the training data is within twice the standard error of the test NLL …
     noise = float(on_test.losses.std() / len(on_test.losses) ** 0.5)
     assert abs(loo.nll - on_test.nll) < 2 * noise

@@ -32,9 +32,11 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 def digits() -> dict[str, Any]:
     """What most pages take for granted: a small classifier, its data, its loop."""
     torch.manual_seed(0)
-    X, y = torch.randn(60, 4), torch.arange(60) % 3
+    X = torch.randn(60, 4)
+    y = torch.arange(60) % 3
     X[:, 0] += y
-    model, loss = nn.Linear(4, 3), nn.CrossEntropyLoss()
+    model = nn.Linear(4, 3)
+    loss = nn.CrossEntropyLoss()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
 
     def train() -> None:
@@ -44,23 +46,38 @@ def digits() -> dict[str, Any]:
             optimizer.step()
 
     train()
-    data, test_data = TensorDataset(X, y), TensorDataset(X[:20] + 0.1, y[:20])
-    task, test_task = blr.Task(model, data), blr.Task(model, test_data)
+    data = TensorDataset(X, y)
+    test_data = TensorDataset(X[:20] + 0.1, y[:20])
+    task = blr.Task(model, data)
+    test_task = blr.Task(model, test_data)
     models = [nn.Linear(4, 3), nn.Linear(4, 3)]
     tasks = [blr.Task(model, data) for model in models]
     return {
-        "X": X, "y": y, "model": model, "data": data, "task": task, "test_task": test_task,
-        "posterior": blr.fit_laplace(task, prior_precision=1.0), "delta": 1.0, "train": train,
-        "optimizer": optimizer, "loader": DataLoader(data, batch_size=20, shuffle=True),
-        "loss": loss, "epochs": 1, "base": model, "models": models, "tasks": tasks,
+        "X": X,
+        "y": y,
+        "model": model,
+        "data": data,
+        "task": task,
+        "test_task": test_task,
+        "posterior": blr.fit_laplace(task, prior_precision=1.0),
+        "delta": 1.0,
+        "train": train,
+        "optimizer": optimizer,
+        "loader": DataLoader(data, batch_size=20, shuffle=True),
+        "loss": loss,
+        "epochs": 1,
+        "base": model,
+        "models": models,
+        "tasks": tasks,
         "held_out": tasks,
-    }  # fmt: skip
+    }
 
 
 def language() -> dict[str, Any]:
     torch.manual_seed(0)
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(7, (8, 6))]
-    model, loader = TinyLM(), DataLoader(rows, batch_size=4)
+    model = TinyLM()
+    loader = DataLoader(rows, batch_size=4)
     questions = blr.Task(model, DataLoader(rows[:2], batch_size=2), likelihood="causal_lm")
     return {"model": model, "loader": loader, "delta": 1.0, "questions": questions}
 
@@ -71,12 +88,19 @@ def tables() -> dict[str, Any]:
     from sklearn.preprocessing import StandardScaler
 
     known = digits()
-    X, y = known["X"].numpy(), known["y"].numpy()
+    X = known["X"].numpy()
+    y = known["y"].numpy()
     pipeline = make_pipeline(StandardScaler(), LogisticRegression()).fit(X, y)
     return {
-        **known, "pd": pd, "datasets": pytest.importorskip("datasets"), "pipeline": pipeline,
-        "X_train": X, "y_train": y, "X_test": X[:20], "y_test": y[:20],
-    }  # fmt: skip
+        **known,
+        "pd": pd,
+        "datasets": pytest.importorskip("datasets"),
+        "pipeline": pipeline,
+        "X_train": X,
+        "y_train": y,
+        "X_test": X[:20],
+        "y_test": y[:20],
+    }
 
 
 class Record(dict):
@@ -108,14 +132,21 @@ def training() -> dict[str, Any]:
     arguments = partial(TrainingArguments, "out", max_steps=2, report_to=[], use_cpu=True)
     ivon = blr.IVON(known["model"].parameters(), lr=0.1, ess=60, steps=6)
     return {
-        **known, "ivon": ivon, "net": known["model"], "data": rows,
-        "model": tiny_transformers.build("bert"), "training_arguments": arguments,
-    }  # fmt: skip
+        **known,
+        "ivon": ivon,
+        "net": known["model"],
+        "data": rows,
+        "model": tiny_transformers.build("bert"),
+        "training_arguments": arguments,
+    }
 
 
 WORLDS: dict[str, Callable[[], dict[str, Any]]] = {
-    "start.md": dict, "llm.md": language, "ways.md": tables, "training.md": training,
-}  # fmt: skip
+    "start.md": dict,
+    "llm.md": language,
+    "ways.md": tables,
+    "training.md": training,
+}
 
 
 @pytest.mark.slow
@@ -142,8 +173,8 @@ def test_the_code_of_a_page_runs(
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_links_lead_to_files(page: Path) -> None:
     prose = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
-    wanted = [page.parent / link for link in LINK.findall(prose)]
-    assert [str(path) for path in wanted if "_made" not in path.parts and not path.exists()] == []
+    expected = [page.parent / link for link in LINK.findall(prose)]
+    assert [str(path) for path in expected if "_made" not in path.parts and not path.exists()] == []
 
 
 # Results, as the last line of a notebook's cell
@@ -180,4 +211,5 @@ def test_a_result_shows_itself_in_a_cell(name: str) -> None:
         assert result._repr_png_().startswith(PICTURE)
     else:
         shown = result._repr_html_()
-        assert part in shown and "tensor(" not in shown
+        assert part in shown
+        assert "tensor(" not in shown

@@ -73,7 +73,8 @@ def test_the_task_predicts_what_the_estimator_does_at_the_minimum_of_its_loss(na
         expected = pipeline.predict(X).reshape(mean.shape)
     np.testing.assert_allclose(mean, expected, rtol=1e-7, atol=1e-9)
     where = stationarity(task, posterior)
-    assert where.at_minimum and where.decrement < 1e-6
+    assert where.at_minimum
+    assert where.decrement < 1e-6
     assert where.residual < 1e-4 or name == "least squares"  # only with the right δ, if any
 
 
@@ -100,7 +101,8 @@ def test_test_data_are_judged_by_the_noise_of_the_training_data(tmp_path: Path) 
     q = blr.fit_laplace(task, structure="full")
     q.save(tmp_path / "q")
     variance = ((REAL - estimator.predict(X)) ** 2).sum() / (N - 4)
-    z, far = X[:9] + 0.1, estimator.predict(X[:9] + 0.1) + 5
+    z = X[:9] + 0.1
+    far = estimator.predict(X[:9] + 0.1) + 5
     for y in (estimator.predict(z), far):  # predicted exactly as well
         test = blr.Task.from_sklearn(estimator, z, y)
         square = (y - estimator.predict(z)) ** 2
@@ -117,7 +119,8 @@ def test_test_data_are_judged_by_the_noise_of_the_training_data(tmp_path: Path) 
 
 
 def test_a_noise_sets_the_scale_of_the_penalty_and_rounding_is_none() -> None:
-    ridge, noise = Ridge(alpha=3.0).fit(X, REAL), blr.Gaussian(0.25)
+    ridge = Ridge(alpha=3.0).fit(X, REAL)
+    noise = blr.Gaussian(0.25)
     task = blr.Task.from_sklearn(ridge, X, REAL, likelihood=noise)
     assert task.prior_precision["weight"] == pytest.approx(3.0 / 0.25)
     assert stationarity(task, blr.fit_laplace(task, structure="full")).at_minimum
@@ -135,7 +138,8 @@ def test_units_change_nothing(
 ) -> None:
     """Least squares against PRESS, in any units of inputs and targets, with and without a
     constant."""
-    x, y = X * by + off, REAL * times
+    x = X * by + off
+    y = REAL * times
     kind = {"fit_intercept": intercept}
     estimator = Ridge(alpha=alpha * by**2, **kind) if alpha else LinearRegression(**kind)
     task = blr.Task.from_sklearn(estimator.fit(x, y), x, y)
@@ -152,7 +156,8 @@ def test_units_change_nothing(
 
 def refitted(pipeline: Any, y: np.ndarray, task: blr.Task) -> np.ndarray:
     """Each example's loss under an estimator that scikit-learn fitted without it."""
-    z, estimator = pipeline[:-1].transform(X), pipeline[-1]
+    z = pipeline[:-1].transform(X)
+    estimator = pipeline[-1]
     losses = np.empty(N)
     for i in range(N):
         kept = np.arange(N) != i
@@ -176,8 +181,10 @@ def test_leaving_one_out_is_what_a_refit_finds(name: str) -> None:
     posterior = blr.fit_laplace(task, structure="full")
     refine = N if name.startswith("network") else 0  # no quadratic: by a descent on the others
     loo = blr.leave_one_out(task, posterior, refine=refine)
-    truth, ours = refitted(pipeline, y, task), loo.losses.numpy()
-    rise, change = truth - loo.losses_before.numpy(), ours - loo.losses_before.numpy()
+    truth = refitted(pipeline, y, task)
+    ours = loo.losses.numpy()
+    rise = truth - loo.losses_before.numpy()
+    change = ours - loo.losses_before.numpy()
     if name.startswith(("least", "ridge")):
         np.testing.assert_allclose(ours, truth, rtol=1e-4)  # one step is exact
     else:
@@ -187,11 +194,14 @@ def test_leaving_one_out_is_what_a_refit_finds(name: str) -> None:
 
 def test_labels_that_are_words_come_along_and_are_changed_by_them() -> None:
     _, _, task = fitted("logistic, 3 classes")
-    assert task.metadata["label"] == WORDS.tolist() and task.prior_precision["weight"] == 2.0
-    estimator, rows = LogisticRegression().fit(X, WORDS), list(range(N))
+    assert task.metadata["label"] == WORDS.tolist()
+    assert task.prior_precision["weight"] == 2.0
+    estimator = LogisticRegression().fit(X, WORDS)
+    rows = list(range(N))
     own = blr.Task.from_sklearn(estimator, X, WORDS, metadata={"label": rows})
     assert own.metadata == {"label": rows}
-    q, ask = blr.fit_laplace(task, structure="full"), {"solver": "posterior"}
+    q = blr.fit_laplace(task, structure="full")
+    ask = {"solver": "posterior"}
     variance = blr.sensitivity(task, q).variance  # nothing of what is added to all logits
     assert variance.sum(-1).abs().max() < 1e-6
     assert 0 < variance.diagonal(dim1=1, dim2=2).sum(-1).max() < 20

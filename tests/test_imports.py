@@ -214,12 +214,18 @@ FORBIDDEN = [
     ("cli", "from blr_analysis.newcomer import thing", "LAYERS"),
     ("newcomer", "from blr_analysis.errors import InputError", "LAYERS"),
     ("views", "def f():\n    from blr_analysis.tables import example_table", "not below"),
-    ("views", "from importlib import import_module\nimport_module('blr_analysis.tables')",
-     "not below"),
-    ("task", "import importlib\nimportlib.import_module('.posterior', 'blr_analysis')",
-     "not below"),
+    (
+        "views",
+        "from importlib import import_module\nimport_module('blr_analysis.tables')",
+        "not below",
+    ),
+    (
+        "task",
+        "import importlib\nimportlib.import_module('.posterior', 'blr_analysis')",
+        "not below",
+    ),
     ("task", "def f(name):\n    __import__(name)", "can be read"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("module", "source", "word"), FORBIDDEN)

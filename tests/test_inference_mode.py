@@ -21,7 +21,8 @@ from blr_analysis.learning_rule.inference import Conjugate, bernoulli
 from blr_analysis.sensitivity.token_scores import token_sensitivity
 
 # Made outside of inference mode.
-X, MODEL = normal(12, 4), mlp()
+X = normal(12, 4)
+MODEL = mlp()
 IVON = blr.IVON(MODEL.parameters(), lr=0.1, ess=12, weight_decay=0.1)
 with IVON.sampled_params(train=True):
     MODEL(X).square().mean().backward()
@@ -29,7 +30,8 @@ IVON.step()
 IVON.zero_grad()
 TASK = blr.Task(MODEL, (X, torch.arange(12) % 3))
 Q = blr.fit_laplace(TASK, structure="full", prior_precision=1.0)
-SCORES, IDS = blr.sensitivity(TASK, Q), tokens(4, 6)
+SCORES = blr.sensitivity(TASK, Q)
+IDS = tokens(4, 6)
 WORDS = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5)).double()
 TEXT = blr.Task(WORDS, (IDS, IDS), likelihood="causal_lm")
 FISHER: Any = {"structure": "diag", "curvature": "empirical_fisher", "prior_precision": 1.0}
@@ -78,7 +80,8 @@ def test_tensors_can_be_trained_on(name: str, tmp_path: Path) -> None:
     with untouched(MODEL), torch.inference_mode():
         result = CALLS[name](tmp_path)
     tensors = list(inside(result, set()))
-    assert tensors and not any(tensor.is_inference() for tensor in tensors)
+    assert tensors
+    assert not any(tensor.is_inference() for tensor in tensors)
     for tensor in filter(torch.is_floating_point, tensors):
         (torch.ones((), dtype=tensor.dtype, requires_grad=True) * tensor).sum().backward()
 

@@ -41,7 +41,9 @@ from blr_analysis.likelihoods import (
     resolve,
 )
 
-N, C, T = 8, 4, 5
+N = 8
+C = 4
+T = 5
 
 
 @pytest.mark.parametrize("name", MEMBERS)
@@ -53,8 +55,10 @@ class TestLikelihoodContract:
         likelihood.check_outputs(raw)
         raw = raw.clone().requires_grad_()
         outputs, y = likelihood.prepare(raw, labels)  # of sequences shifted and masked
-        truth, f = loss(raw, labels), outputs.detach()
-        assert truth.shape == (N,) and relative(likelihood.nll(f, y), truth.detach()) < 1e-12
+        truth = loss(raw, labels)
+        f = outputs.detach()
+        assert truth.shape == (N,)
+        assert relative(likelihood.nll(f, y), truth.detach()) < 1e-12
         if name.startswith("NLLLoss"):
             truth = each(nn.CrossEntropyLoss(W, ignore_index=2))(raw, y)  # softmax(log p) = p
         (slope,) = torch.autograd.grad(truth.sum(), raw, create_graph=True)
@@ -100,7 +104,8 @@ def check_hessian_parts(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
             with pytest.raises(InputError, match="empirical_fisher"):
                 ask(f, y)
         return
-    hessian, v = likelihood.hessian(f, y), normal(3, *f.shape, seed=11)
+    hessian = likelihood.hessian(f, y)
+    v = normal(3, *f.shape, seed=11)
     root = likelihood.hessian_root(f, y)
     assert relative(root @ root.mT, hessian) < 1e-12
     product = torch.einsum("bcd,kbd->kbc", hessian, v)
@@ -113,7 +118,8 @@ def test_means_are_the_distributions_and_draws_come_from_the_generator(likelihoo
     assert relative(likelihood.mean(f), p.probs if likelihood.integer_targets else p.mean) < 1e-12
     before = torch.get_rng_state()
     one, two, other = (likelihood.sample(f, torch.Generator().manual_seed(s)) for s in (1, 1, 2))
-    assert torch.equal(one, two) and not torch.equal(one, other)
+    assert torch.equal(one, two)
+    assert not torch.equal(one, other)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -138,9 +144,9 @@ def test_drawn_errors_have_the_hessian_as_mean_square(likelihood, y) -> None:
     e = likelihood.drawn_error(f, y, likelihood.prepare_targets(drawn, f)).flatten(1)
     unit = torch.eye(e.shape[1]).to(f).view(-1, 1, *f.shape[1:])
     hessian = likelihood.at(torch.arange(1)).hessian_times(f[:1], y[:1], unit).flatten(1)
-    for values, wanted in ((e, 0 * e[0]), (e.unsqueeze(-1) * e.unsqueeze(-2), hessian)):
+    for values, expected in ((e, 0 * e[0]), (e.unsqueeze(-1) * e.unsqueeze(-2), hessian)):
         spread = (values.std(0) / len(e) ** 0.5).clamp_min(1e-9)
-        assert float(((values.mean(0) - wanted) / spread).abs().max()) < 4.5
+        assert float(((values.mean(0) - expected) / spread).abs().max()) < 4.5
         assert float(spread.max()) < 0.2 * float(hessian.abs().max())
 
 
@@ -155,50 +161,57 @@ def test_confident_logits_give_finite_numbers(size: float) -> None:
 
 
 def test_predictions_distances_and_moves() -> None:
-    f, labels = torch.tensor([[2.0, 1.0], [-1.0, 3.0]]), torch.tensor([[1.0, 1.0], [1.0, 1.0]])
+    f = torch.tensor([[2.0, 1.0], [-1.0, 3.0]])
+    labels = torch.tensor([[1.0, 1.0], [1.0, 1.0]])
     assert Categorical().prediction(f).tolist() == [0, 1]
     assert Categorical().correct(f, torch.tensor([0, 0])).tolist() == [True, False]
     assert Bernoulli().prediction(f).tolist() == [[1, 1], [0, 1]]
     assert Bernoulli().correct(f, labels).tolist() == [True, False]
     one = torch.tensor([[0.3], [-0.3]])
     assert Bernoulli().prediction(one).tolist() == [1, 0]
-    for likelihood, wanted in ((Gaussian(), one), (Poisson(), one.exp())):
-        assert torch.equal(likelihood.prediction(one), wanted.squeeze(1))
+    for likelihood, expected in ((Gaussian(), one), (Poisson(), one.exp())):
+        assert torch.equal(likelihood.prediction(one), expected.squeeze(1))
         assert likelihood.correct(one, one) is None
-    before, after = torch.tensor([[0.0, 0.0]]), torch.tensor([[math.log(3), 0.0]])
+    before = torch.tensor([[0.0, 0.0]])
+    after = torch.tensor([[math.log(3), 0.0]])
     assert float(Categorical().distance(before, after)) == pytest.approx(0.5)  # ¼ + ¼
     assert float(Bernoulli().distance(before, after)) == pytest.approx(0.25)
     assert float(Poisson().distance(before, torch.tensor([[3.0, 4.0]]))) == pytest.approx(5.0)
     # μ' = μ + Δμ and log v' = log v + Δv / v
-    f, step = torch.tensor([[1.0, -1.0, 2.0, 0.5]]), torch.tensor([[0.5, 0.0, -4.0, 1.0]])
-    wanted = [1.5, -1.0, 2 * math.exp(-2), 0.5 * math.exp(2)]
-    assert MeanAndVariance().moved(f, step).tolist()[0] == pytest.approx(wanted)
+    f = torch.tensor([[1.0, -1.0, 2.0, 0.5]])
+    step = torch.tensor([[0.5, 0.0, -4.0, 1.0]])
+    expected = [1.5, -1.0, 2 * math.exp(-2), 0.5 * math.exp(2)]
+    assert MeanAndVariance().moved(f, step).tolist()[0] == pytest.approx(expected)
     assert float(MeanAndVariance().distance(f, f + step)) == pytest.approx(0.5)
     assert torch.equal(Gaussian().moved(f, step), f + step)
 
 
 def test_targets_are_brought_into_form() -> None:
-    ones, outputs = [[1.0] * 3] * 2, torch.zeros(2, 3, dtype=torch.float64)
-    for likelihood, targets, wanted in (
+    ones = [[1.0] * 3] * 2
+    outputs = torch.zeros(2, 3, dtype=torch.float64)
+    for likelihood, targets, expected in (
         (Categorical(), torch.tensor([0, 2], dtype=torch.uint8), [0, 2]),
         (Categorical(), torch.tensor([[0], [2]]), [0, 2]),
         (Bernoulli(), torch.ones(2, 3, dtype=torch.bool), ones),
         (Gaussian(), torch.ones(2, 3, dtype=torch.int32), ones),
         (Poisson(), torch.full((2, 3), 1), ones),
     ):
-        found = likelihood.prepare_targets(targets, outputs)
-        assert found.tolist() == wanted
-        assert found.dtype == (torch.int64 if likelihood.integer_targets else torch.float64)
+        actual = likelihood.prepare_targets(targets, outputs)
+        assert actual.tolist() == expected
+        assert actual.dtype == (torch.int64 if likelihood.integer_targets else torch.float64)
     flat = Gaussian().prepare_targets(torch.tensor([0, 1, 1]), torch.zeros(3, 1))
     assert flat.tolist() == [[0.0], [1.0], [1.0]]
 
 
 def test_negative_curvature_of_a_function_counts_as_none() -> None:
-    f, likelihood = 3 * normal(N, C), resolve(focal)
+    f = 3 * normal(N, C)
+    likelihood = resolve(focal)
     exact = torch.stack(
-        [torch.func.hessian(lambda f, y=y: focal(f[None], y[None])[0])(g)
-         for g, y in zip(f, CLASSES, strict=True)]
-    )  # fmt: skip
+        [
+            torch.func.hessian(lambda f, y=y: focal(f[None], y[None])[0])(g)
+            for g, y in zip(f, CLASSES, strict=True)
+        ]
+    )
     values, turn = torch.linalg.eigh(exact)
     assert float(values.min()) < -1e-2
     kept = turn @ torch.diag_embed(values.clamp_min(0)) @ turn.mT
@@ -207,7 +220,9 @@ def test_negative_curvature_of_a_function_counts_as_none() -> None:
 
 
 def test_a_loss_that_curves_near_the_targets_alone_is_taken() -> None:
-    model, x, y = nn.Linear(3, 1).double(), normal(N, 3), 100 + normal(N, seed=1)
+    model = nn.Linear(3, 1).double()
+    x = normal(N, 3)
+    y = 100 + normal(N, seed=1)
     for targets in (y, y[:, None]):
         task = blr.Task(model, (x, targets), likelihood=nn.HuberLoss())
         ones = {n: torch.ones_like(p) for n, p in task.parameters().items()}
@@ -227,8 +242,10 @@ def test_settings_are_said_and_compared() -> None:
     assert TokenCategorical(weight=W).same(TokenCategorical(weight=list(W)))
     for kind in (Categorical, CausalLM):
         smoothed = kind(label_smoothing=0.1)
-        assert smoothed.judged_by(kind()) and not kind().judged_by(smoothed)
-        assert not smoothed.same(kind()) and "label_smoothing=0.1" in smoothed.recorded
+        assert smoothed.judged_by(kind())
+        assert not kind().judged_by(smoothed)
+        assert not smoothed.same(kind())
+        assert "label_smoothing=0.1" in smoothed.recorded
 
 
 class Focal(nn.Module):
@@ -236,7 +253,8 @@ class Focal(nn.Module):
 
     def __init__(self, gamma: float = 2.0, weight: Tensor = W) -> None:
         super().__init__()
-        self.gamma, self.reduction = gamma, "mean"
+        self.gamma = gamma
+        self.reduction = "mean"
         self.register_buffer("weight", weight)
 
     def forward(self, f: Tensor, y: Tensor) -> Tensor:
@@ -273,7 +291,8 @@ def fitted(likelihood: Any, y: Tensor, **options: Any) -> blr.Posterior:
 def test_a_loss_module_of_ones_own_serves_test_data_and_additions() -> None:
     task, test, other = (task_of(Focal(gamma), CLASSES) for gamma in (2.0, 2.0, 1.0))
     q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
-    scores, influence = blr.sensitivity(task, q), blr.influence(task, q, test)
+    scores = blr.sensitivity(task, q)
+    influence = blr.influence(task, q, test)
     assert relative(torch.as_tensor(influence.diagonal()), scores.self_influence) < 1e-9
     assert blr.what_if(task, q, add=test).nll > 0
     with pytest.raises(InputError, match="likelihood"):
@@ -331,9 +350,11 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: fitted(lambda f, y: (f.detach() - y).norm(dim=1), NUMBERS), InputError, "different"),
     (lambda: fitted(lambda f, y: f.nonsense, NUMBERS), InputError, "nonsense"),
     (lambda: fitted(focal, CLASSES, curvature="mc_fisher"), InputError, "ggn"),
-    *((lambda w=w: task_of("categorical", CLASSES, weights=w), InputError, "w")
-      for w in (torch.ones(N - 1), -torch.ones(N), torch.zeros(N), ["a"] * N)),
-]  # fmt: skip
+    *(
+        (lambda w=w: task_of("categorical", CLASSES, weights=w), InputError, "w")
+        for w in (torch.ones(N - 1), -torch.ones(N), torch.zeros(N), ["a"] * N)
+    ),
+]
 
 
 @pytest.mark.parametrize(("call", "error", "match"), REFUSED)

@@ -59,9 +59,12 @@ def each_table(n: int = 4, **columns: Any) -> pd.DataFrame:
 
 
 ONE = SimpleNamespace(
-    nll=0.5, accuracy=0.75, before=SimpleNamespace(nll=0.25, accuracy=0.9), targets=torch.arange(6),
+    nll=0.5,
+    accuracy=0.75,
+    before=SimpleNamespace(nll=0.25, accuracy=0.9),
+    targets=torch.arange(6),
     by_class=each_table(3).assign(n=2).rename(columns={"group": "class"}),
-)  # fmt: skip
+)
 IMAGES = np.random.default_rng(3).random((200, 8, 8))
 EVERY: dict[str, Callable[..., Axes]] = {
     "memory map": lambda ax=None: plot_memory_map(some_map(), ax),
@@ -82,7 +85,8 @@ def test_a_figure_of_ones_own_leaves_no_trace_and_axes_given_are_drawn_on(
     name: str, recwarn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
-    before, target = matplotlib.rcParams.copy(), BytesIO()
+    before = matplotlib.rcParams.copy()
+    target = BytesIO()
     ax: Any = EVERY[name]()
     ax.savefig(target, format="png", dpi=50)
     for shown in (target.getvalue(), ax._repr_png_()):  # as a notebook does
@@ -91,7 +95,8 @@ def test_a_figure_of_ones_own_leaves_no_trace_and_axes_given_are_drawn_on(
     assert EVERY[name](ax=right) is right
     assert not (left.lines or left.collections or left.texts)
     assert not list(recwarn)  # no glyph is missing, nothing collapses
-    assert "matplotlib.pyplot" not in sys.modules and matplotlib.rcParams.copy() == before
+    assert "matplotlib.pyplot" not in sys.modules
+    assert matplotlib.rcParams.copy() == before
 
 
 # Memory map
@@ -116,15 +121,19 @@ ugly = st.lists(st.tuples(UGLY, UGLY), min_size=1, max_size=30)
 def test_every_example_is_seen_once_on_its_side_of_the_thresholds(pairs, quantile) -> None:
     memory = memory_map(scores_of(*np.transpose(pairs)), quantile=quantile)
     ax = plot_memory_map(memory, n_extremes=0)
-    (right, up), found = (line.get_xydata()[0] for line in ax.lines), points_of(ax)
-    (left, edge), (low, high) = ax.get_xlim(), ax.get_ylim()
+    right, up = (line.get_xydata()[0] for line in ax.lines)
+    actual = points_of(ax)
+    left, edge = ax.get_xlim()
+    low, high = ax.get_ylim()
     for code, region in enumerate(REGIONS):
         here = memory.region == region
         expected = np.column_stack([memory.variance[here], memory.error[here]])
-        np.testing.assert_array_equal(found[region], expected)
-        for x, y in found[region]:
-            assert (x > right[0]) == bool(code % 2) and (y > up[1]) == bool(code >= 2)
-            assert left < x < edge and low < y < high
+        np.testing.assert_array_equal(actual[region], expected)
+        for x, y in actual[region]:
+            assert (x > right[0]) == bool(code % 2)
+            assert (y > up[1]) == bool(code >= 2)
+            assert left < x < edge
+            assert low < y < high
     assert len({str(c.get_paths()[0].vertices) for c in ax.collections[:4]}) == 4  # markers
 
 
@@ -135,7 +144,9 @@ def test_extremes_are_the_largest_products_and_labelled_where_they_are() -> None
         sorted((i for i in range(1000) if memory.region[i] in regions), key=lambda i: -product[i])
         for regions in (["memorable"], ["uncertain", "unpredictable"])
     )
-    assert len(best) > 6 and extremes(memory, 2000) == best + others and extremes(memory, 0) == []
+    assert len(best) > 6
+    assert extremes(memory, 2000) == best + others
+    assert extremes(memory, 0) == []
     images = np.random.default_rng(3).random((1000, 8, 8))
     how = {"labels": [f"name{i}" for i in range(1000)], "n_extremes": 6, "images": images}
     ax = plot_memory_map(memory, **how)
@@ -184,10 +195,12 @@ def names_of(ax: Axes) -> list[str]:
 
 
 def test_leave_one_out_beside_test_data() -> None:
-    loo, test = [3.0, 2.0, 1.0], [3.5, 2.5, 2.0]
+    loo = [3.0, 2.0, 1.0]
+    test = [3.5, 2.5, 2.0]
     ax = plot_leave_one_out(loo, torch.tensor(test), labels="abc")
     assert heights_of(ax) == {"leave-one-out, from training data": loo, "test data": test}
-    assert names_of(ax) == ["a", "b", "c"] and "worse" in ax.get_ylabel()
+    assert names_of(ax) == ["a", "b", "c"]
+    assert "worse" in ax.get_ylabel()
 
 
 @pytest.mark.parametrize(("measure", "way"), [("nll", "worse"), ("accuracy", "better")])
@@ -196,8 +209,10 @@ def test_bars_before_and_after_each_group(measure: str, way: str) -> None:
     ax = plot_what_if(table, measure=measure, truth={0: 0.5, 2: 0.7})
     before, after = (table[f"{measure}_{when}"].tolist() for when in ("before", "after"))
     assert heights_of(ax) == {"before": before, "after, predicted": after}
-    assert names_of(ax) == ["0", "1", "2"] and way in ax.get_ylabel()
-    (diamonds,), bars = ax.lines, ax.containers[1]
+    assert names_of(ax) == ["0", "1", "2"]
+    assert way in ax.get_ylabel()
+    (diamonds,) = ax.lines
+    bars = ax.containers[1]
     middles = [bars[k].get_x() + bars[k].get_width() / 2 for k in (0, 2)]  # type: ignore[index]
     np.testing.assert_allclose(diamonds.get_xydata(), [*zip(middles, [0.5, 0.7], strict=True)])
     assert "after, retrained" in [t.get_text() for t in ax.get_legend().get_texts()]
@@ -224,8 +239,10 @@ def test_scores_and_what_ifs_are_drawn_by_their_makers() -> None:
     top = sorted(range(40), key=lambda i: -scores.deviation[i])[:3]  # type: ignore[index]
     assert [*boxes_of(make_plot(scores, n_labels=3))] == [*map(str, top)]
     result = what_if(task, posterior, remove=[0, 1], solver="posterior")
-    ax, each = make_plot(result, truth={"all": 0.6}), result.by_class
-    assert names_of(ax) == ["all", "0", "1", "2"] and ax.lines[0].get_ydata() == [0.6]
+    ax = make_plot(result, truth={"all": 0.6})
+    each = result.by_class
+    assert names_of(ax) == ["all", "0", "1", "2"]
+    assert ax.lines[0].get_ydata() == [0.6]
     assert heights_of(ax)["before"] == [result.before.nll, *each["nll_before"]]
     assert heights_of(ax)["after, predicted"] == [result.nll, *each["nll_after"]]
 
@@ -240,8 +257,10 @@ def test_examples_in_the_order_given() -> None:
         np.testing.assert_array_equal(np.asarray(shown.get_array()), IMAGES[i])
     assert [text.get_text() for text in ax.texts] == ["#7", "#3", "#5"]
     (x0, x1, y0, y1), right, below = (image.get_extent() for image in ax.images)
-    assert x1 - x0 == pytest.approx(abs(y1 - y0)) and right[0] > x1
-    assert right[2:] == pytest.approx((y0, y1)) and below[:2] == pytest.approx((x0, x1))
+    assert x1 - x0 == pytest.approx(abs(y1 - y0))
+    assert right[0] > x1
+    assert right[2:] == pytest.approx((y0, y1))
+    assert below[:2] == pytest.approx((x0, x1))
     assert min(below[2:]) > max(y0, y1)  # the axis runs downward
 
 

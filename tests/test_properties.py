@@ -35,8 +35,11 @@ def network(d: int, h: int, c: int, g: torch.Generator) -> nn.Module:
 @st.composite
 def audits(draw, structures=STRUCTURES, kinds=KINDS):
     """A task on a small network, a posterior of any structure, and the way it was made."""
-    kind, structure = draw(st.sampled_from(kinds)), draw(st.sampled_from(structures))
-    n, d, h = draw(st.integers(1, 10)), draw(st.integers(1, 4)), draw(st.integers(2, 4))
+    kind = draw(st.sampled_from(kinds))
+    structure = draw(st.sampled_from(structures))
+    n = draw(st.integers(1, 10))
+    d = draw(st.integers(1, 4))
+    h = draw(st.integers(2, 4))
     c = draw(st.integers(2 if kind == "categorical" else 1, 4))
     g = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
     x = torch.randn(n, d, generator=g, dtype=torch.float64)
@@ -53,15 +56,18 @@ def audits(draw, structures=STRUCTURES, kinds=KINDS):
 def test_variance_is_symmetric_and_positive_and_influence_its_quadratic_form(audit) -> None:
     task, q = audit
     scores = blr.sensitivity(task, q)
-    v, e = scores.variance, scores.error
+    v = scores.variance
+    e = scores.error
     torch.testing.assert_close(v, v.mT, rtol=1e-10, atol=1e-13)
     smallest = torch.linalg.eigvalsh(v)[:, 0]
     assert bool((smallest >= -1e-12 * v.diagonal(dim1=1, dim2=2).amax(1)).all())
     influence = torch.einsum("nc,ncd,nd->n", e, v, e)
     torch.testing.assert_close(scores.self_influence, influence, rtol=1e-9, atol=1e-14)
-    assert bool((scores.self_influence >= 0).all()) and bool((scores.deviation >= 0).all())
+    assert bool((scores.self_influence >= 0).all())
+    assert bool((scores.deviation >= 0).all())
     if q.structure == "full":  # S contains the example's own share: the cavity always exists
-        assert float(scores.leverage.max()) < 1 and float(scores.leverage.min()) > -1e-12
+        assert float(scores.leverage.max()) < 1
+        assert float(scores.leverage.min()) > -1e-12
         assert torch.isfinite(blr.leave_one_out(task, q).logits).all()
 
 
@@ -96,7 +102,8 @@ def test_relabelling_is_linear_in_the_labels(audit, data) -> None:
     task, q = audit
     y = task.dataset.tensors[1]
     assume(task.n_data >= 2)
-    i, j = 0, task.n_data - 1
+    i = 0
+    j = task.n_data - 1
     new = {
         "categorical": lambda k: (int(y[k]) + 1) % 2,
         "bernoulli": lambda k: 1 - y[k],

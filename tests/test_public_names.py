@@ -11,34 +11,84 @@ import pytest
 import blr_analysis as blr
 
 NAMES = {
-    "Task", "Recipe", "Checkpoints", "Posterior", "fit_laplace", "calibrate", "rerun",
-    "sensitivity", "leave_one_out", "influence", "what_if", "what_if_each", "suspicious", "Index",
-    "select_prior_precision", "memory_map", "Monitor", "report", "acquire", "adapt", "validate",
-    "merge", "gradient_mismatch", "merge_curve", "IVON", "VOGN", "table1",
-    "Likelihood", "Categorical", "Bernoulli", "Gaussian", "Poisson", "CausalLM", "TokenCategorical",
-    "likelihoods", "errors", "BLRError",
-}  # fmt: skip
+    "Task",
+    "Recipe",
+    "Checkpoints",
+    "Posterior",
+    "fit_laplace",
+    "calibrate",
+    "rerun",
+    "sensitivity",
+    "leave_one_out",
+    "influence",
+    "what_if",
+    "what_if_each",
+    "suspicious",
+    "Index",
+    "select_prior_precision",
+    "memory_map",
+    "Monitor",
+    "report",
+    "acquire",
+    "adapt",
+    "validate",
+    "merge",
+    "gradient_mismatch",
+    "merge_curve",
+    "IVON",
+    "VOGN",
+    "table1",
+    "Likelihood",
+    "Categorical",
+    "Bernoulli",
+    "Gaussian",
+    "Poisson",
+    "CausalLM",
+    "TokenCategorical",
+    "likelihoods",
+    "errors",
+    "BLRError",
+}
 
 # The first arguments, and the keyword-only ones with their defaults.
 SIGNATURES: dict[Callable, tuple[str, dict[str, Any]]] = {
-    blr.Task: ("model data", {"likelihood": "categorical", "forward": None, "batch_size": None,
-                              "device": None, "metadata": None}),
+    blr.Task: (
+        "model data",
+        {
+            "likelihood": "categorical",
+            "forward": None,
+            "batch_size": None,
+            "device": None,
+            "metadata": None,
+        },
+    ),
     blr.Posterior.from_optimizer: ("optimizer model", {"n_data": None, "prior_precision": None}),
     blr.Posterior.from_checkpoint: ("path model", {"n_data": None, "prior_precision": None}),
     blr.Posterior.load: ("path", {"model": None, "prior_precision": None}),
     blr.fit_laplace: ("task", {"structure": "kron", "prior_precision": None}),
     blr.sensitivity: ("task posterior", {"variance": None}),
     blr.leave_one_out: ("task posterior", {"correction": "auto"}),
-    blr.what_if: ("task posterior", {"remove": None, "add": None, "relabel": None,
-                                     "evaluate": None, "solver": "auto", "seeds": 3}),
+    blr.what_if: (
+        "task posterior",
+        {
+            "remove": None,
+            "add": None,
+            "relabel": None,
+            "evaluate": None,
+            "solver": "auto",
+            "seeds": 3,
+        },
+    ),
     blr.what_if_each: ("task posterior", {"by": "target", "evaluate": None}),
     blr.memory_map: ("scores", {}),
-}  # fmt: skip
+}
 
 
 def test_the_names_exist_and_explain_themselves() -> None:
-    assert set(blr.__all__) == NAMES and len(blr.__all__) == len(NAMES)
-    assert all(getattr(blr, name).__doc__ for name in NAMES) and isinstance(blr.__version__, str)
+    assert set(blr.__all__) == NAMES
+    assert len(blr.__all__) == len(NAMES)
+    assert all(getattr(blr, name).__doc__ for name in NAMES)
+    assert isinstance(blr.__version__, str)
 
 
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__qualname__)

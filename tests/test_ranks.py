@@ -53,7 +53,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory, texts: tuple[Path, Path]) -> tuple[Path, Said]:
     """What two processes left behind, and said, the second of which dies in the end."""
-    place, task = tmp_path_factory.mktemp("two"), ranked.network()
+    place = tmp_path_factory.mktemp("two")
+    task = ranked.network()
     q = blr.fit_laplace(task, structure="diag", prior_precision=2.0)
     q.save(place / "q.safetensors")
     said = launched(2, place, *texts)
@@ -61,10 +62,10 @@ def two(tmp_path_factory: pytest.TempPathFactory, texts: tuple[Path, Path]) -> t
     return place, said
 
 
-def agree(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert found.keys() == wanted.keys()
-    for name in wanted:
-        mine, theirs = (tree_leaves(answers[name]) for answers in (found, wanted))
+def agree(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        mine, theirs = (tree_leaves(answers[name]) for answers in (actual, expected))
         assert len(mine) == len(theirs), name
         for a, b in zip(mine, theirs, strict=True):
             a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
@@ -91,7 +92,8 @@ def test_four_processes(tmp_path: Path, alone: dict[str, Any]) -> None:
 def test_refused_on_all_ranks(two: tuple[Path, Said]) -> None:
     for rank in range(2):
         *sharded, few, one, other = torch.load(two[0] / f"rank{rank}.pt")["refusals"]
-        assert len(sharded) == 2 and all("sharded" in words for words in sharded)
+        assert len(sharded) == 2
+        assert all("sharded" in words for words in sharded)
         assert "2 ranks for 1 examples" in few
         assert all("different" in words for words in (one, other))
 
@@ -120,12 +122,15 @@ def test_a_rank_that_dies_ends_the_others_and_the_next_run_goes_on(
     place, said = two
     assert said.returncode != 0
     # torchrun may end the other one before it has said so itself
-    assert said.stderr.count("BLRError: another rank is gone") <= 1 and "SIGKILL" in said.stderr
+    assert said.stderr.count("BLRError: another rank is gone") <= 1
+    assert "SIGKILL" in said.stderr
     left = sorted(place.glob("begun/gradients*"))
     begun, ended = ((place / name).stat().st_mtime for name in ("rank1.pt", "ended"))
-    assert left and ended - begun < 60
+    assert left
+    assert ended - begun < 60
     then = [p.stat().st_mtime_ns for p in left]
-    task, q = ranked.network(), blr.Posterior.load(place / "q.safetensors")
+    task = ranked.network()
+    q = blr.Posterior.load(place / "q.safetensors")
     index = blr.Index.build(task, q, place / "begun")
     assert [p.stat().st_mtime_ns for p in left] == then
     whole = blr.Index.build(task, q, tmp_path / "whole")

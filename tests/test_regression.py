@@ -46,7 +46,8 @@ def test_left_out_errors_are_those_of_fits_without_each_example() -> None:
 
 
 def test_classes_have_no_such_errors() -> None:
-    x, y = torch.randn(30, 3), torch.arange(30) % 3
+    x = torch.randn(30, 3)
+    y = torch.arange(30) % 3
     task = blr.Task(torch.nn.Linear(3, 3), (x, y))
     posterior = blr.fit_laplace(task, prior_precision=1.0)
     for result in (posterior.predict(task, draws=0), blr.leave_one_out(task, posterior)):
@@ -55,7 +56,8 @@ def test_classes_have_no_such_errors() -> None:
 
 
 def test_a_result_lists_what_it_found() -> None:
-    x, y = torch.randn(30, 3), torch.arange(30) % 3
+    x = torch.randn(30, 3)
+    y = torch.arange(30) % 3
     task = blr.Task(torch.nn.Linear(3, 3), (x, y))
     posterior = blr.fit_laplace(task, prior_precision=1.0)
     expected = {
@@ -67,5 +69,8 @@ def test_a_result_lists_what_it_found() -> None:
     }
     for name, result in expected.items():
         names = dir(result)
-        assert name in names and "note" in names and "plot" in names
-        assert len(names) < 40 and not any(listed.startswith("_") for listed in names)
+        assert name in names
+        assert "note" in names
+        assert "plot" in names
+        assert len(names) < 40
+        assert not any(listed.startswith("_") for listed in names)

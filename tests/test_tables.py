@@ -50,10 +50,12 @@ def test_scores_column_by_column() -> None:
     assert list(table.columns) == SCORES + own  # which give way to our names
     columns_are(table, SEEN, target="targets", prediction="predictions", loss="losses")
     columns_are(table, SEEN, **{name: name for name in SCORES[-3:]})
-    error, variance = SEEN.error.numpy(), SEEN.variance.numpy()
+    error = SEEN.error.numpy()
+    variance = SEEN.variance.numpy()
     np.testing.assert_allclose(table["error"], np.sqrt((error**2).sum(1)), rtol=1e-14)
     np.testing.assert_allclose(table["variance"], [np.trace(v) for v in variance], rtol=1e-14)
-    assert table["target"].tolist() == Y.tolist() and table["region"].tolist() == ["x"] * N
+    assert table["target"].tolist() == Y.tolist()
+    assert table["region"].tolist() == ["x"] * N
     for name in ("index", "loss_metadata", "loss_metadata_metadata", "weight", "each"):
         assert table[name].tolist() == list(range(N))
     assert table["box"].tolist() == [[2 * k, 2 * k + 1] for k in range(N)]
@@ -61,7 +63,8 @@ def test_scores_column_by_column() -> None:
     table = replace(SEEN, variance=None, deviation=None, losses=losses).table
     assert table[["variance", "deviation", "leverage"]].isna().to_numpy().all()
     assert table[["error", "self_influence"]].notna().to_numpy().all()
-    assert table["loss"].dtype == np.float32 and table["loss"].tolist() == list(range(N))
+    assert table["loss"].dtype == np.float32
+    assert table["loss"].tolist() == list(range(N))
 
 
 def test_leave_one_out_column_by_column() -> None:
@@ -80,8 +83,10 @@ def test_leave_one_out_column_by_column() -> None:
 
 
 def test_memory_map_adds_the_region_and_the_variance_it_was_drawn_with() -> None:
-    error, influence = SEEN.error.clone(), SEEN.self_influence.clone()
-    error[0], influence[0] = 0.0, 0.0
+    error = SEEN.error.clone()
+    influence = SEEN.self_influence.clone()
+    error[0] = 0.0
+    influence[0] = 0.0
     without = replace(SEEN, variance=None, error=error, self_influence=influence)
     trace, along = (blr.memory_map(scores, quantile=0.5) for scores in (SEEN, without))
     for scores, memory in ((SEEN, trace), (without, along)):
@@ -93,10 +98,12 @@ def test_memory_map_adds_the_region_and_the_variance_it_was_drawn_with() -> None
         np.testing.assert_allclose(memory.error, scores.table["error"], rtol=1e-12)
     np.testing.assert_allclose(trace.variance, SEEN.table["variance"], rtol=1e-12)
     units = torch.nn.functional.normalize(error)  # 0 where there is no error
-    wanted = torch.einsum("nc,ncd,nd->n", units, SEEN.variance, units)
-    torch.testing.assert_close(along.variance, wanted)
-    assert trace.variance_kind == "trace" and along.variance_kind == "along_error"
-    assert "along the error" in repr(along) and "along" not in repr(trace)
+    expected = torch.einsum("nc,ncd,nd->n", units, SEEN.variance, units)
+    torch.testing.assert_close(along.variance, expected)
+    assert trace.variance_kind == "trace"
+    assert along.variance_kind == "along_error"
+    assert "along the error" in repr(along)
+    assert "along" not in repr(trace)
 
 
 def classes_of(targets: torch.Tensor) -> pd.DataFrame:
@@ -108,7 +115,8 @@ def test_classes_before_and_after() -> None:
     result = blr.what_if(TASK, Q, remove=[0, 1], solver="posterior")
     table = result.by_class
     names = ["class", "n", "nll_before", "nll_after", "accuracy_before", "accuracy_after"]
-    assert list(table.columns) == names and table["class"].tolist() == [0, 1, 2]
+    assert list(table.columns) == names
+    assert table["class"].tolist() == [0, 1, 2]
     for row in table.to_dict("records"):
         here = row["class"] == Y
         assert row["n"] == here.sum()
@@ -117,7 +125,8 @@ def test_classes_before_and_after() -> None:
             right = part.correct[here].double().mean()
             assert row[f"accuracy_{when}"] == pytest.approx(float(right), rel=1e-12)
     table = classes_of(torch.tensor([[7.0], [0.0], [7.0]]))
-    assert table["class"].tolist() == [0, 7] and table["nll_before"].tolist() == [1.0, 1.0]
+    assert table["class"].tolist() == [0, 7]
+    assert table["nll_before"].tolist() == [1.0, 1.0]
     assert table["accuracy_before"].isna().to_numpy().all()
 
 
@@ -150,8 +159,8 @@ def test_a_failed_write_leaves_the_old_files(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot write"):
         write_table(old, csv / "folder", "t")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t.csv", "t.parquet"]
-    for found in (pd.read_csv(csv), pd.read_parquet(parquet)):
-        pd.testing.assert_frame_equal(found, old)
+    for actual in (pd.read_csv(csv), pd.read_parquet(parquet)):
+        pd.testing.assert_frame_equal(actual, old)
 
 
 class Stranger(Tabular, Plottable):
@@ -169,19 +178,23 @@ def scores_of(error: Any, variance: Any) -> SimpleNamespace:
 
 
 def test_regions_are_split_at_the_quantiles_and_the_memorable_sorted() -> None:
-    error, variance = [5.0, 0.0, 9.0, 6.0, 7.0, 0.1], [5.0, 9.0, 3.0, 6.0, 0.0, 0.1]
+    error = [5.0, 0.0, 9.0, 6.0, 7.0, 0.1]
+    variance = [5.0, 9.0, 3.0, 6.0, 0.0, 0.1]
     memory = blr.memory_map(scores_of(error, variance), quantile=0.3)
     assert memory.error_threshold == np.quantile(error, 0.3)
     assert memory.variance_threshold == np.quantile(variance, 0.3)
-    found = [REGIONS.index(region) for region in memory.region]
-    assert found == [3, 1, 3, 3, 2, 0] and list(memory.counts().values()) == [1, 1, 1, 3]
+    actual = [REGIONS.index(region) for region in memory.region]
+    assert actual == [3, 1, 3, 3, 2, 0]
+    assert list(memory.counts().values()) == [1, 1, 1, 3]
     assert list(memory.counts()) == ["regular", "uncertain", "unpredictable", "memorable"]
     assert memory.memorable.tolist() == [3, 2, 0]  # error times variance 36, 27, 25
     assert memory.indices("uncertain").tolist() == [1]
     equal = blr.memory_map(scores_of([1e-300] * 7, [0.3] * 7))
-    assert equal.counts()["regular"] == 7 and equal.memorable.tolist() == []
+    assert equal.counts()["regular"] == 7
+    assert equal.memorable.tolist() == []
     rounded = blr.memory_map(scores_of([3e-30, 0.2], [1.0, -1e-9]))
-    assert rounded.variance.tolist() == [1.0, 0.0] and rounded.error[0] == 3e-30
+    assert rounded.variance.tolist() == [1.0, 0.0]
+    assert rounded.error[0] == 3e-30
 
 
 ONE = scores_of([0.1], [0.1])

@@ -24,7 +24,8 @@ from blr_analysis.errors import DataError, InputError
 from blr_analysis.likelihoods import Gaussian
 from blr_analysis.task import Task
 
-X, Y = normal(10, 4), torch.arange(10) % 3
+X = normal(10, 4)
+Y = torch.arange(10) % 3
 ALL = torch.arange(10)
 
 
@@ -80,9 +81,11 @@ Pair = namedtuple("Pair", ["inputs", "target"])
 
 
 def test_batches_of_every_form_are_run() -> None:
-    model, pairs = mlp(), list(zip(X, Y, strict=True))
+    model = mlp()
+    pairs = list(zip(X, Y, strict=True))
     tagger = Graph(tagged, body=model)
-    truth, one = model(X).detach(), torch.ones(1).double()
+    truth = model(X).detach()
+    one = torch.ones(1).double()
     dicts = [{"features": x, "scale": one, "labels": y} for x, y in pairs]
     mixed = [({"features": x, "scale": one}, y) for x, y in pairs]
     named = [Pair({"a": x}, {"deep": [y]}) for x, y in pairs]
@@ -93,13 +96,15 @@ def test_batches_of_every_form_are_run() -> None:
         Task(model, (X, Y)),
     ):
         outputs, targets = run(task)
-        assert relative(outputs, truth) < 1e-12 and torch.equal(targets, Y)
+        assert relative(outputs, truth) < 1e-12
+        assert torch.equal(targets, Y)
     assert run(Task(model, (X.float(), Y)))[0].dtype == torch.float64
 
 
 def test_run_is_at_the_given_parameters_and_buffers_which_are_put_back() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double().eval()
-    own, task = copy.deepcopy(model.state_dict()), Task(model, (X, Y))
+    own = copy.deepcopy(model.state_dict())
+    task = Task(model, (X, Y))
     other = {"0.bias": torch.ones(3).double(), "1.running_mean": torch.full((3,), 2.0).double()}
     outputs, _ = run(task, **other)
     assert all(torch.equal(t, own[n]) for n, t in model.state_dict().items())
@@ -113,20 +118,23 @@ def test_parameters_are_the_trainable_ones_and_tied_ones_once() -> None:
     model[0].weight.requires_grad_(False)
     model.append(nn.Linear(3, 3).double())
     model[3].bias = model[2].bias
-    found = Task(model, (X, Y)).parameters()
-    assert list(found) == ["0.bias", "2.weight", "2.bias", "3.weight"]
-    assert not any(p.requires_grad for p in found.values())
+    actual = Task(model, (X, Y)).parameters()
+    assert list(actual) == ["0.bias", "2.weight", "2.bias", "3.weight"]
+    assert not any(p.requires_grad for p in actual.values())
 
 
 def test_parts_of_tensors_are_read_as_tensors_and_faults_named() -> None:
-    x, y = torch.arange(20.0).view(10, 2), ALL
+    x = torch.arange(20.0).view(10, 2)
+    y = ALL
     whole = tud.TensorDataset(x, y)
     examples = read_data(tud.Subset(tud.Subset(whole, [9, 0, 4, 5]), torch.tensor([3, 1, 2])))
     assert examples.is_tensors
     for chosen in ([0, 1, 2], [2], [1, 1], []):
         places = torch.tensor(chosen, dtype=torch.long)
-        rows, got = torch.tensor([5, 0, 4])[places], examples.batch(places)
-        assert torch.equal(got[0], x[rows]) and torch.equal(got[1], y[rows])
+        rows = torch.tensor([5, 0, 4])[places]
+        got = examples.batch(places)
+        assert torch.equal(got[0], x[rows])
+        assert torch.equal(got[1], y[rows])
     last = read_data(tud.Subset(whole, [-2, -1]))
     assert torch.equal(last.batch(torch.arange(2))[1], y[8:])
     with pytest.raises(DataError, match="example 1"):
@@ -134,19 +142,22 @@ def test_parts_of_tensors_are_read_as_tensors_and_faults_named() -> None:
 
 
 def test_subset_keeps_order_metadata_and_all_settings() -> None:
-    likelihood, source = Gaussian(0.5), {"source": list("abcdefghij")}
+    likelihood = Gaussian(0.5)
+    source = {"source": list("abcdefghij")}
     forward = lambda model, b: (model(b[0])[:, :1], b[1].double())  # noqa: E731
     how = {"likelihood": likelihood, "forward": forward, "batch_size": 3, "metadata": source}
     task = Task(mlp(), (X, Y), **how)
     part = task.subset([7, 1, 1])
-    assert part.n_data == 3 and torch.equal(order_of(part), X[[7, 1, 1]])
+    assert part.n_data == 3
+    assert torch.equal(order_of(part), X[[7, 1, 1]])
     assert part.metadata == {"source": ["h", "b", "b"]}
     assert (part.likelihood, part.forward, part.batch_size) == (likelihood, forward, 3)
     assert part.model is task.model
     again = part.subset(torch.tensor([True, False, True]))
     assert torch.equal(order_of(again), X[[7, 1]])
     mean = Task(nn.Linear(4, 2), (X, normal(10, 2)), likelihood=nn.MSELoss())
-    assert mean.mean_over_outputs and mean.subset([1, 2]).mean_over_outputs
+    assert mean.mean_over_outputs
+    assert mean.subset([1, 2]).mean_over_outputs
     with pytest.raises(ValueError, match="select none"):
         task.subset([])
 
@@ -174,17 +185,20 @@ def test_a_compiled_model_is_taken_out() -> None:
 
 def test_the_mean_of_a_half_precision_model_is_read_in_single_precision() -> None:
     model = nn.Linear(4, 3).bfloat16()
-    task, own = Task(model, (X, Y)), dict(model.named_parameters())
+    task = Task(model, (X, Y))
+    own = dict(model.named_parameters())
     mean = task.parameters()
     for made in (mean, dict(mean), {**mean}, mean | {}, {} | mean, copy.deepcopy(mean)):
         assert list(made) == ["weight", "bias"]
         assert all(torch.equal(v, own[n].float()) for n, v in made.items())
         assert {v.dtype for v in made.values()} == {torch.float32}
     mean["bias"] = mean["bias"] + 1
-    assert torch.equal(mean["bias"], model.bias.float() + 1) and len(mean) == 2
+    assert torch.equal(mean["bias"], model.bias.float() + 1)
+    assert len(mean) == 2
     cast = task.cast(mean)
     assert cast["weight"].data_ptr() == own["weight"].data_ptr()
-    assert cast["bias"].dtype == torch.bfloat16 and not torch.equal(cast["bias"], own["bias"])
+    assert cast["bias"].dtype == torch.bfloat16
+    assert not torch.equal(cast["bias"], own["bias"])
 
 
 # Tables, datasets, dicts of logits: what people have at hand
@@ -259,7 +273,8 @@ def test_columns_of_numbers_stay_themselves() -> None:
         _, y = of(FRAME.assign(label=labels), nn.Linear(3, 11)).dataset.tensors
         assert y.tolist() == list(labels)
     task = of(FRAME.astype({"b": object}), nn.Linear(3, 3))
-    assert torch.equal(task.dataset.tensors[0], XS) and list(task.metadata) == ["source"]
+    assert torch.equal(task.dataset.tensors[0], XS)
+    assert list(task.metadata) == ["source"]
     real = blr.Task(nn.Linear(2, 1), FRAME[["a", "b", "c"]], target="c", likelihood="gaussian")
     assert torch.equal(real.fetch(torch.arange(24))[1], XS[:, 2])
 
@@ -267,7 +282,8 @@ def test_columns_of_numbers_stay_themselves() -> None:
 def test_masks_and_weights_that_are_series() -> None:
     model = nn.Linear(3, 2)
     plain = blr.Task(model, (XS, YS)).subset(pd.Series(YS.numpy() == 1))
-    assert {int(y) for _, y in plain.dataset} == {1} and plain.n_data == 12
+    assert {int(y) for _, y in plain.dataset} == {1}
+    assert plain.n_data == 12
     weights = pd.Series(np.arange(24.0))
     f = torch.ones(24, 2)
     one, other = (
@@ -296,7 +312,8 @@ def test_datasets_and_logits_in_a_dict() -> None:
         blr.Task(wrapped, gap, target="kind")
     coded = blr.Task(wrapped, spelled, target="kind")
     same(coded, plain)
-    assert coded.examples.classes == ("a", "b") and list(coded.metadata) == ["text"]
+    assert coded.examples.classes == ("a", "b")
+    assert list(coded.metadata) == ["text"]
     aside = {"labels": [0] * 24, "none": [None] * 24, "tags": [["a"], ["a", "b"]] * 12}
     aside |= {"when": [datetime.datetime(2020, 1, 1)] * 24}
     task = blr.Task(wrapped, datasets.Dataset.from_dict({**columns, **aside}), target="label")

@@ -19,13 +19,16 @@ from blr_analysis.task import Task
 def test_hits_and_losses_token_by_token(likelihood: TokenCategorical) -> None:
     """What is ignored stays so, in draws too."""
     outputs, targets = likelihood.prepare(*MEMBERS[repr(likelihood)][1:3])
-    ignored, best = targets == likelihood.ignore_index, outputs.argmax(-1)
+    ignored = targets == likelihood.ignore_index
+    best = outputs.argmax(-1)
     assert torch.equal(likelihood.prediction(outputs), best)
     assert relative(likelihood.mean(outputs), outputs.softmax(-1)) < 1e-15
     shares = ((best == targets) & ~ignored).sum(1) / (~ignored).sum(1)
     assert likelihood.correct(outputs, targets).tolist() == pytest.approx(shares.tolist())
     each = likelihood.token_nll(outputs, targets)
-    assert each.shape == targets.shape and bool((each[ignored] == 0).all()) and ignored.any()
+    assert each.shape == targets.shape
+    assert bool((each[ignored] == 0).all())
+    assert ignored.any()
     assert bool((likelihood.error(outputs, targets)[ignored] == 0).all())
     drawn = likelihood.resample(outputs, targets, torch.Generator().manual_seed(0))
     assert (drawn[ignored] == likelihood.ignore_index).all()
@@ -52,7 +55,8 @@ class Words(nn.Module):
 
     def __init__(self, then: object) -> None:
         super().__init__()
-        self.words, self.then = nn.Embedding(7, 7), then
+        self.words = nn.Embedding(7, 7)
+        self.then = then
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.then(self.words(ids))

@@ -27,7 +27,8 @@ import blr_analysis as blr
 from blr_analysis.likelihoods import Categorical, Function
 
 DELTA = 0.1
-WEIGHTS, VARIANCES = torch.tensor([15.0, 1.0, 1.0]).double(), torch.tensor([0.2, 1.5]).double()
+WEIGHTS = torch.tensor([15.0, 1.0, 1.0]).double()
+VARIANCES = torch.tensor([0.2, 1.5]).double()
 MODULES = {
     "plain": nn.CrossEntropyLoss(),
     "mixup": nn.CrossEntropyLoss(),
@@ -82,7 +83,8 @@ class Spread(nn.Module):
 @pytest.mark.parametrize("name", LOSSES)
 def test_leave_one_out_is_what_retraining_gives(name: str) -> None:
     """The total rise of a linear model's loss, each example left out and trained anew."""
-    (likelihood, loss), (x, y) = LOSSES[name], iris(name)
+    likelihood, loss = LOSSES[name]
+    x, y = iris(name)
     head, rise = left_out(x, y, 2 if "variances" in name else 3, loss)
     curved = name == "learned variances"  # by more than the mean of its Hessian
     model = nn.Sequential(head, Spread()) if curved else head
@@ -122,7 +124,8 @@ def test_weights_are_copies_to_posterior_and_influence(structure: str, curvature
         warnings.simplefilter("ignore")  # the Hessian is negative in places
         (task, q, _), (copied, copies, rows) = both(structure=structure, curvature=curvature)
     g = {n: normal(*m.shape, seed=4) for n, m in q.mean.items()}
-    ours, theirs = q.form.solve(g), copies.form.solve(g)
+    ours = q.form.solve(g)
+    theirs = copies.form.solve(g)
     assert all(relative(ours[n], theirs[n]) < 1e-10 for n in g)
     test = blr.Task(task.model, (normal(5, 3, seed=8), torch.arange(5) % 3))
     theirs = blr.influence(copied, copies, test)
@@ -134,12 +137,12 @@ def test_weights_are_copies_to_posterior_and_influence(structure: str, curvature
 @pytest.mark.parametrize("change", ["remove", "relabel"])
 @pytest.mark.parametrize("solver", ["posterior", "cg"])
 def test_weights_are_copies_to_what_if(change: str, solver: str) -> None:
-    found = []
+    actual = []
     for task, q, rows in both(structure="full"):
         chosen = [i for i, row in enumerate(rows.tolist()) if row in (1, 4)]
         asked = {"remove": chosen} if change == "remove" else {"relabel": dict.fromkeys(chosen, 0)}
-        found.append(blr.what_if(task, q, solver=solver, **asked))
-    ours, copies = found
+        actual.append(blr.what_if(task, q, solver=solver, **asked))
+    ours, copies = actual
     assert all(relative(p, copies.parameters[n]) < 1e-6 for n, p in ours.parameters.items())
     assert ours.before.loss == pytest.approx(copies.before.loss)
     assert ours.accuracy is not None
@@ -147,7 +150,8 @@ def test_weights_are_copies_to_what_if(change: str, solver: str) -> None:
 
 def test_weighted_examples_are_known_by_their_indices() -> None:
     (task, q, _), _ = both(structure="full")
-    scores, order = blr.sensitivity(task, q), normal(12).argsort()
+    scores = blr.sensitivity(task, q)
+    order = normal(12).argsort()
     part = task.subset(order)
     as_if = blr.Posterior(q.mean, q.form, prior_precision=q.prior, n_data=12, record=q.record)
     again = blr.sensitivity(part, as_if)
@@ -177,13 +181,17 @@ def test_every_analysis_takes_the_loss(name: str, structure: str) -> None:
     task = small(*TASKS[name])
     q = fit_at_rest(task, structure=structure, prior_precision=3.0)
     scores = blr.sensitivity(task, q)
-    f, y, v = scores.outputs, scores.targets, scores.variance
-    e, hessian = task.likelihood.error(f, y), task.likelihood.hessian(f, y)
+    f = scores.outputs
+    y = scores.targets
+    v = scores.variance
+    e = task.likelihood.error(f, y)
+    hessian = task.likelihood.hessian(f, y)
     cavity = torch.linalg.solve(torch.eye(f.shape[1]).to(f) - v @ hessian, v)
     loo = blr.leave_one_out(task, q, correction="cavity")
     told = torch.tensor([word == "cavity" for word in loo.correction])
     after = task.likelihood.moved(f, torch.einsum("bcd,bd->bc", cavity, e))
-    assert bool(told.any()) and relative(loo.logits[told], after[told]) < 1e-9
+    assert bool(told.any())
+    assert relative(loo.logits[told], after[told]) < 1e-9
     if name == "ignored":  # what does not count
         assert bool((loo.losses[y == 0] == 0).all())
         right = (loo.predictions == y)[y != 0]
@@ -200,7 +208,8 @@ def test_every_analysis_takes_the_loss(name: str, structure: str) -> None:
     [("categorical", 2, nn.Softmax(-1)), ("bernoulli", 1, nn.Sigmoid())],
 )
 def test_probabilities_given_as_logits_are_warned_of_once(likelihood, outputs, last) -> None:
-    layer, data = nn.Linear(2, outputs).double(), (5 * normal(20, 2), torch.arange(20) % 2)
+    layer = nn.Linear(2, outputs).double()
+    data = (5 * normal(20, 2), torch.arange(20) % 2)
     layer.weight.data = 3 * normal(outputs, 2, seed=1)
     task = blr.Task(nn.Sequential(layer, last), data, likelihood=likelihood, batch_size=10)
     with pytest.warns(UserWarning, match="look like probabilities") as seen:

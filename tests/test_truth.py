@@ -41,15 +41,16 @@ def test_a_case_is_retrained_and_stored_and_goes_on_after_an_interruption(
     assert tiny.base.record["converged"]
     for kind, count in zip(KINDS, (3, 5, 2, 2), strict=True):
         table: Any = tiny.retrained(kind)
-        assert len(table) == count and bool(table.converged.all())
+        assert len(table) == count
+        assert bool(table.converged.all())
         for k, (theta, kept) in enumerate(zip(table.theta, table.kept, strict=True)):
             assert not bool(kept[table.removed[k]].any())
             if kind != "class":  # of which scikit-learn has one fewer
                 rows = torch.cat([theta[:12].view(3, 4), theta[12:, None]], 1)
                 assert rows.numpy() == pytest.approx(coefficients(x[kept], y[kept], 0.7), abs=1e-4)
             f = tiny.model(theta)(test[0]).detach()
-            wanted = torch.nn.functional.cross_entropy(f, test[1], reduction="none")
-            torch.testing.assert_close(table.test_losses[k], wanted)
+            expected = torch.nn.functional.cross_entropy(f, test[1], reduction="none")
+            torch.testing.assert_close(table.test_losses[k], expected)
     loo: Any = tiny.retrained("loo")
     before = tiny.base.tensors["train_losses"][torch.cat(loo.removed)]
     assert bool((loo.left_out_losses > before).all())  # an example left out is missed

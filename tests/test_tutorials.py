@@ -49,7 +49,9 @@ def mislabelled_data(out: Path, _: str) -> None:
     assert table["Adam", "cleanlab, 2-fold"]["trainings"] == 2
     for network in ("IVON", "Adam"):
         ours = table[network, "leave-one-out loss"]
-        assert ours["AUROC"] > 0.97 and ours["precision at 35"] > 0.75 and ours["trainings"] == 1
+        assert ours["AUROC"] > 0.97
+        assert ours["precision at 35"] > 0.75
+        assert ours["trainings"] == 1
     names = [name for network, name in table if network == "IVON"]
     assert len(names) == 7
     for name in names:
@@ -60,13 +62,15 @@ def mislabelled_data(out: Path, _: str) -> None:
 def speeches(out: Path, _: str) -> None:
     """τ brings what is said of a president nearer to training again."""
     table = pd.read_csv(out / "by_speech.csv")
-    assert len(table) == 12 and table.self_influence.is_monotonic_decreasing
+    assert len(table) == 12
+    assert table.self_influence.is_monotonic_decreasing
     removals = pd.read_csv(out / "removals.csv")
     assert removals.method.value_counts().tolist() == [2] * 5
     own = {name: float(part.sum()) for name, part in removals.groupby("method")["own"]}
     assert own["trained again"] > 0, "a president's passages help with the president's others"
     for name in ("empirical Fisher", "sampled Fisher"):
-        raw, scaled = own[name], own[f"{name}, times τ"]
+        raw = own[name]
+        scaled = own[f"{name}, times τ"]
         assert raw > scaled > 0
         assert abs(scaled - own["trained again"]) < abs(raw - own["trained again"])
 
@@ -99,7 +103,8 @@ def flat_minima(out: Path, _: str) -> None:
     """Newton has the lower loss where it stands, the variational solution all around."""
     table: Any = pd.read_csv(out / "minima.csv").set_index(["loss", "method"])
     for panel in ("wall", "two wells"):
-        newton, bayes = table.loc[(panel, "Newton")], table.loc[(panel, "variational")]
+        newton = table.loc[(panel, "Newton")]
+        bayes = table.loc[(panel, "variational")]
         assert newton["loss there"] < bayes["loss there"]
         around = "mean loss after a push"
         assert bayes[around] < newton[around] - 0.3
@@ -119,40 +124,69 @@ def a_training_run(out: Path, said: str) -> None:
     """Checkpoints find wrong labels that the end knows by heart; a scale is measured, not guessed;
     a class that is gone costs as much as retraining says."""
     end, checkpoints = (int(n) for n in re.findall(r": (\d+) of the first 30", said))
-    assert checkpoints >= 24 and checkpoints > end
+    assert checkpoints >= 24
+    assert checkpoints > end
     temperature = re.search(r"^temperature ([\d.]+), give or take (\d+)%", said, re.MULTILINE)
-    assert 0.02 < float(temperature[1]) < 1 and int(temperature[2]) < 40
+    assert 0.02 < float(temperature[1]) < 1
+    assert int(temperature[2]) < 40
     short, whole = (float(v) for v in re.findall(r"without (?:the threes|them): ([\d.]+)", said))
     assert short == pytest.approx(whole, rel=0.3)
     assert len(list((out / "checkpoints").iterdir())) >= 3
 
 
-# fmt: off
 RUNS: list[tuple[str, dict[str, object], str, str, Callable[[Path, str], None]]] = [
     # script, settings, what it says, the pictures it draws, and what its files hold
-    ("01_mislabelled_data",
-     {"BLR_DATA": "digits", "BLR_IMAGES": 700, "BLR_EPOCHS": 20, "BLR_FOLDS": 2},
-     "35 labels flipped", "memory_map found worst", mislabelled_data),
-    ("02_speeches", {"BLR_DATA": "made-up", "BLR_EPOCHS": 6, "BLR_REMOVALS": 2},
-     "12 speeches by 4 presidents", "speeches", speeches),
-    ("03_what_is_wrong", {"BLR_IMAGES": 700, "BLR_EPOCHS": 30}, "35 label", "map worst",
-     what_is_wrong),
-    ("04_merging", {"BLR_EPOCHS": 15}, "mismatch and test loss gap over 40 pairs",
-     "accuracy alpha mismatch", merging),
+    (
+        "01_mislabelled_data",
+        {"BLR_DATA": "digits", "BLR_IMAGES": 700, "BLR_EPOCHS": 20, "BLR_FOLDS": 2},
+        "35 labels flipped",
+        "memory_map found worst",
+        mislabelled_data,
+    ),
+    (
+        "02_speeches",
+        {"BLR_DATA": "made-up", "BLR_EPOCHS": 6, "BLR_REMOVALS": 2},
+        "12 speeches by 4 presidents",
+        "speeches",
+        speeches,
+    ),
+    (
+        "03_what_is_wrong",
+        {"BLR_IMAGES": 700, "BLR_EPOCHS": 30},
+        "35 label",
+        "map worst",
+        what_is_wrong,
+    ),
+    (
+        "04_merging",
+        {"BLR_EPOCHS": 15},
+        "mismatch and test loss gap over 40 pairs",
+        "accuracy alpha mismatch",
+        merging,
+    ),
     ("05_flat_minima", {}, "variational", "minima", flat_minima),
-    ("06_sources", {"BLR_DATA": "made-up", "BLR_FACTS": 6, "BLR_PASSAGES": 40},
-     "64 texts, 6 of them state a fact", "", sources),
+    (
+        "06_sources",
+        {"BLR_DATA": "made-up", "BLR_FACTS": 6, "BLR_PASSAGES": 40},
+        "64 texts, 6 of them state a fact",
+        "",
+        sources,
+    ),
     ("07_a_training_run", {}, "temperature", "", a_training_run),
 ]
-# fmt: on
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings", "words", "pictures", "holds"), RUNS)
 def test_a_tutorial_finds_what_it_says(
-    name: str, settings: dict, words: str, pictures: str, holds: Callable, tmp_path: Path,
+    name: str,
+    settings: dict,
+    words: str,
+    pictures: str,
+    holds: Callable,
+    tmp_path: Path,
     beside: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Run as a script, in this process, which has imported torch already."""
     if holds is mislabelled_data:
         pytest.importorskip("cleanlab")

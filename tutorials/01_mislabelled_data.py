@@ -61,7 +61,8 @@ OUT.mkdir(parents=True, exist_ok=True)
 
 # %%
 data = read(DATA)
-images, true_labels = data.images[:N], data.labels[:N]
+images = data.images[:N]
+true_labels = data.labels[:N]
 N = len(images)
 
 generator = torch.Generator().manual_seed(2024)
@@ -95,7 +96,8 @@ def lenet() -> nn.Module:
 
 def trained(x: Tensor, y: Tensor, prior_precision: float = 20.0) -> tuple[nn.Module, blr.IVON]:
     torch.manual_seed(0)
-    model, settings = lenet(), {"epochs": EPOCHS, "batch_size": BATCH, "start": 30_000, "fading": 3}
+    model = lenet()
+    settings = {"epochs": EPOCHS, "batch_size": BATCH, "start": 30_000, "fading": 3}
     return model, train_ivon(model, x, y, **settings, prior_precision=prior_precision)
 
 
@@ -179,7 +181,8 @@ print(regions.groupby("region")["flipped"].agg(examples="size", flipped="sum").t
 
 figure = Figure(figsize=(8.0, 6.0), layout="constrained")
 ax = memory.plot(figure.subplots(), n_extremes=0)
-across, up = memory.variance[flipped], memory.error[flipped]
+across = memory.variance[flipped]
+up = memory.error[flipped]
 crosses = ax.scatter(across, up, s=14, color="#D55E00", marker="x", lw=0.8, zorder=3)
 ax.legend([crosses], ["labels that we flipped"], loc="lower center")
 figure.savefig(OUT / "memory_map.png", dpi=150)
@@ -255,7 +258,8 @@ print(
 # %%
 def placements(score: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """The share of correct labels below each flipped one, of flipped ones above each correct."""
-    value, positive = score.double().numpy(), flipped.numpy()
+    value = score.double().numpy()
+    positive = flipped.numpy()
     ranks = rankdata(value)
     below = (ranks[positive] - rankdata(value[positive])) / (N - K)
     above = 1 - (ranks[~positive] - rankdata(value[~positive])) / K
@@ -341,7 +345,8 @@ figure.savefig(OUT / "found.png", dpi=150)
 # %%
 def show_worst(ax: Axes, among: Tensor, title: str, count: int = 30) -> Tensor:
     worst = among[torch.argsort(suspicion[among], descending=True)][:count]
-    said, answered = labels[worst].tolist(), scores.predictions[worst].tolist()
+    said = labels[worst].tolist()
+    answered = scores.predictions[worst].tolist()
     titles = [f"{data.names[a]}\n({data.names[b]})" for a, b in zip(said, answered, strict=True)]
     plot_examples(images, worst, titles, ax, columns=10, title=title, cmap="gray_r")
     for text, wrong in zip(ax.texts, flipped[worst].tolist(), strict=True):
@@ -368,7 +373,8 @@ print(f"{int(flipped[worst].sum())} of the {len(worst)} most suspicious labels a
 # %%
 def train_adam(x: Tensor, y: Tensor, prior_precision: float = 1.0) -> tuple[nn.Module, object]:
     torch.manual_seed(0)
-    model, epochs = lenet(), 2 * EPOCHS
+    model = lenet()
+    epochs = 2 * EPOCHS
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, weight_decay=prior_precision / len(x))
     steps = epochs * math.ceil(len(x) / BATCH)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)

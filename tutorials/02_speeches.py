@@ -35,7 +35,9 @@ EPOCHS = int(os.environ.get("BLR_EPOCHS", "5"))
 REMOVALS = int(os.environ.get("BLR_REMOVALS", "4"))  # presidents to train again without
 VOCABULARY = int(os.environ.get("BLR_VOCABULARY", "2000"))
 OUT = Path(os.environ.get("BLR_OUT", "out/02_speeches"))
-LENGTH, WIDTH, BATCH = 65, 64, 32
+LENGTH = 65
+WIDTH = 64
+BATCH = 32
 PRIOR = 20.0  # precision δ of the prior: a penalty of δ/2 ‖θ‖² beside the summed loss
 OUT.mkdir(parents=True, exist_ok=True)
 
@@ -57,7 +59,8 @@ about = pd.DataFrame(
 train_about, test_about = (
     about[mask.numpy()].reset_index(drop=True) for mask in (~held_out, held_out)
 )
-train_ids, test_ids = passages.ids[~held_out], passages.ids[held_out]
+train_ids = passages.ids[~held_out]
+test_ids = passages.ids[held_out]
 TOKENS = train_ids[:, 1:].numel()
 print(
     f"{len(speeches)} speeches by {about.president.nunique()} presidents: {len(train_ids):,} "
@@ -77,10 +80,13 @@ print(
 class LanguageModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.words = nn.Embedding(VOCABULARY, WIDTH)
+        self.places = nn.Embedding(LENGTH, WIDTH)
         self.before, self.between, self.after = (nn.LayerNorm(WIDTH) for _ in range(3))
-        self.qkv, self.mix = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
         self.read = nn.Linear(WIDTH, VOCABULARY)
         for table in (self.words, self.places):
             nn.init.normal_(table.weight, std=0.1)
@@ -106,7 +112,8 @@ def word_losses(model: nn.Module, ids: Tensor) -> Tensor:
 def trained(kept: Tensor, seed: int = 0) -> nn.Module:
     """A model of the passages where ``kept`` is true."""
     torch.manual_seed(seed)
-    model, steps = LanguageModel(), EPOCHS * math.ceil(len(train_ids) / BATCH)
+    model = LanguageModel()
+    steps = EPOCHS * math.ceil(len(train_ids) / BATCH)
     words = int(kept.sum()) * (LENGTH - 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3, weight_decay=PRIOR / words)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -282,7 +289,8 @@ own = {p: torch.tensor((test_about.president == p).to_numpy()) for p in chosen}
 
 def rise(after: Tensor, president: str) -> dict[str, float]:
     """Rise of the perplexity in per cent, on a president's own passages and on all others."""
-    change, mine = after.double() - before, own[president]
+    change = after.double() - before
+    mine = own[president]
     return {
         "own": 100 * math.expm1(float(change[mine].mean())),
         "others": 100 * math.expm1(float(change[~mine].mean())),

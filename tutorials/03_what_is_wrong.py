@@ -42,7 +42,8 @@ OUT.mkdir(parents=True, exist_ok=True)
 # %%
 data = read(DATA)
 g = torch.Generator().manual_seed(0)
-images, labels = data.images[:N].clone(), data.labels[:N].clone()
+images = data.images[:N].clone()
+labels = data.labels[:N].clone()
 N = len(images)
 few = N // 50
 

@@ -28,7 +28,9 @@ import blr_analysis as blr
 
 EPOCHS = int(os.environ.get("BLR_EPOCHS", "30"))
 OUT = Path(os.environ.get("BLR_OUT", "out/04_merging"))
-BATCH, DELTA = 25, 5.0  # DELTA: the prior precision of every weight
+# DELTA: the prior precision of every weight
+BATCH = 25
+DELTA = 5.0
 OUT.mkdir(parents=True, exist_ok=True)
 
 # %% [markdown]

@@ -56,7 +56,8 @@ def start_at(mean: float) -> FullGaussian:
 # expectation exactly. `temperature` says how much the posterior may spread.
 
 # %%
-rows, found = [], {}
+rows = []
+found = {}
 for panel, loss, temperature, begin in (
     ("wall", wall, 1.0, 0.3),
     ("two wells", two_wells, 0.4, -0.6),
@@ -64,7 +65,8 @@ for panel, loss, temperature, begin in (
     (lowest,) = minima(loss, torch.tensor([[begin]]))
     rule = VariationalNewton(samples=80, rho=0.2, temperature=temperature)
     fitted = rule.fit(loss, start_at(begin), tol=1e-9, max_iter=2000, progress=False)
-    mean, sd = float(fitted.q.mean), float(fitted.q.covariance.sqrt())
+    mean = float(fitted.q.mean)
+    sd = float(fitted.q.covariance.sqrt())
     found[panel] = loss, float(lowest), mean, sd
     pushes = torch.linspace(-6 * sd, 6 * sd, 4001)
     share = torch.exp(-0.5 * (pushes / sd) ** 2)
@@ -95,7 +97,8 @@ def draw(ax: Axes, panel: str, low: float, high: float) -> None:
     values = loss(torch.tensor(at)[None]).numpy()
     ax.plot(at, values, color="black", linewidth=1.2)
     bell = np.exp(-0.5 * ((at - mean) / sd) ** 2)
-    bottom, top = values.min(), np.quantile(values, 0.97)
+    bottom = values.min()
+    top = np.quantile(values, 0.97)
     ax.fill_between(at, bottom, bottom + 0.35 * (top - bottom) * bell, alpha=0.25, color="#0072B2")
     for place, color, word in ((newton, "#D55E00", "Newton"), (mean, "#0072B2", "variational")):
         ax.axvline(place, color=color, linestyle="--", linewidth=1)

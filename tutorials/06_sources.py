@@ -44,7 +44,9 @@ PASSAGES = int(os.environ.get("BLR_PASSAGES", "200"))  # to fine-tune on; twice 
 EPOCHS = int(os.environ.get("BLR_EPOCHS", "8"))  # twice as many of the fine-tuning
 MODEL = os.environ.get("BLR_MODEL")  # a folder of a language model; None: the small Llama
 OUT = Path(os.environ.get("BLR_OUT", "out/06_sources"))
-WORDS, WIDTH, LAYERS = 30, 64, 2
+WORDS = 30
+WIDTH = 64
+LAYERS = 2
 OUT.mkdir(parents=True, exist_ok=True)
 chance = random.Random(0)
 
@@ -78,7 +80,8 @@ for _ in range(3 * PASSAGES):
     speech = chance.choice(words)
     start = chance.randrange(len(speech) - WORDS)
     passages.append(" ".join(speech[start : start + WORDS]))
-known, planted = [town() for _ in range(3 * FACTS)], [town() for _ in range(FACTS)]
+known = [town() for _ in range(3 * FACTS)]
+planted = [town() for _ in range(FACTS)]
 habits = [f"{q} {{mayor}}" for q in ASKED.values()]
 base_texts = passages[PASSAGES:] + [
     line.format(**fact) for fact in known for line in (STATED, *ASIDE, *habits)
@@ -171,7 +174,8 @@ tokenizer.save_pretrained(OUT / "llm")
 # ## 3. Two commands
 
 # %%
-folder, index = str(OUT / "llm"), str(OUT / "index")
+folder = str(OUT / "llm")
+index = str(OUT / "index")
 argv = ["index", folder, str(OUT / "train.jsonl"), "--out", index, "--rank", "32768"]
 assert main(argv) == 0
 argv = ["query", index, str(OUT / "questions.jsonl"), "--top", "3", "--force", "--out", str(OUT)]
@@ -225,7 +229,8 @@ for method, scores in methods.items():
         for j, question in enumerate(questions):
             if question["words"] == kind:
                 true = scores[source_of[question["fact"]], j]
-                better, tied = (scores[:, j] > true).sum(), (scores[:, j] == true).sum()
+                better = (scores[:, j] > true).sum()
+                tied = (scores[:, j] == true).sum()
                 ranks.append(float(better) + (float(tied) + 1) / 2)  # ties: the place in the middle
         found = torch.tensor(ranks)
         rows.append(

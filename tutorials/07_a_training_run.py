@@ -21,7 +21,9 @@ import blr_analysis as blr
 
 EPOCHS = int(os.environ.get("BLR_EPOCHS", "25"))
 OUT = Path(os.environ.get("BLR_OUT", "out/07_a_training_run"))
-N, WRONG, BATCH = 600, 30, 50
+N = 600
+WRONG = 30
+BATCH = 50
 OUT.mkdir(parents=True, exist_ok=True)
 torch.manual_seed(0)
 
@@ -34,7 +36,8 @@ torch.manual_seed(0)
 pixels, digits = (torch.tensor(part) for part in load_digits(return_X_y=True))
 images = pixels.float().reshape(-1, 1, 8, 8) / 16
 order = torch.randperm(len(images))
-train, test = order[:N], order[N:]
+train = order[:N]
+test = order[N:]
 labels = digits[train].clone()
 wrong = torch.randperm(N)[:WRONG]
 labels[wrong] = (labels[wrong] + torch.randint(1, 10, (WRONG,))) % 10

@@ -27,7 +27,8 @@ def train_ivon(
     Every weight's precision is ``start`` at first; during the run that fades by a factor
     ``e**-fading`` in favour of the precision that the data give.
     """
-    n, steps = len(x), epochs * math.ceil(len(x) / batch_size)
+    n = len(x)
+    steps = epochs * math.ceil(len(x) / batch_size)
     optimizer = blr.IVON(
         model.parameters(),
         lr=0.2,

@@ -151,9 +151,14 @@ def small(subsets: int = 20, left_out: int = 20) -> Case:
     images, labels = load_digits(return_X_y=True)
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(labels), generator=generator)[:500]
-    inputs, targets = torch.from_numpy(images)[order] / 16, torch.from_numpy(labels)[order]
-    x, y, x_test, y_test = inputs[:400], targets[:400], inputs[400:], targets[400:]
-    likelihood, delta = resolve("categorical"), 1.0
+    inputs = torch.from_numpy(images)[order] / 16
+    targets = torch.from_numpy(labels)[order]
+    x = inputs[:400]
+    y = targets[:400]
+    x_test = inputs[400:]
+    y_test = targets[400:]
+    likelihood = resolve("categorical")
+    delta = 1.0
     widths = [64, 10]
     full = retrained(mlp(widths).double(), x, y, likelihood, delta)
 
@@ -164,7 +169,8 @@ def small(subsets: int = 20, left_out: int = 20) -> Case:
         return lambda inputs, labels: likelihood.nll(model(inputs), labels).detach()
 
     every = torch.ones(len(x), dtype=torch.bool)
-    before, before_test = without(every)(x, y), without(every)(x_test, y_test)
+    before = without(every)(x, y)
+    before_test = without(every)(x_test, y_test)
     rows = [torch.rand(len(x), generator=generator).argsort() < len(x) // 2 for _ in range(subsets)]
     chosen = torch.randperm(len(x), generator=generator)[:left_out]
 

@@ -26,7 +26,8 @@ def left_out(case: Case) -> dict[str, Callable[[], Tensor]]:
     chosen = case.left_out.indices
 
     def estimate(structure: str, correction: str, scaled: bool = False, refine: int = 0) -> Tensor:
-        task, q = case.task(), case.fit(structure)
+        task = case.task()
+        q = case.fit(structure)
         if scaled:
             q = blr.calibrate(task, q)
         found = blr.leave_one_out(task, q, correction=correction, refine=refine)
@@ -53,8 +54,10 @@ def removals(case: Case) -> dict[str, Callable[[], tuple[Tensor, float | None]]]
 
     def estimate(structure: str, **options: Any) -> tuple[Tensor, float | None]:
         task = case.task()
-        tests, q = case.test_task(task), case.fit(structure)
-        rises, passes = [], []
+        tests = case.test_task(task)
+        q = case.fit(structure)
+        rises = []
+        passes = []
         for group in truth.indices:
             found = blr.what_if(task, q, remove=group, evaluate=tests, **options)
             rises.append(found.nll - found.before.nll)

@@ -21,7 +21,8 @@ def load(name: str, checkpoints: int = CHECKPOINTS) -> Case:
     if name == "small":
         return small()
     found = Truth(name)
-    recipe, thetas = found.recipe, [found.theta]
+    recipe = found.recipe
+    thetas = [found.theta]
     if len(recipe.widths) != 2:  # a linear model has one optimum
         thetas += [found.seeded(k) for k in range(1, checkpoints)]
     return Case(
@@ -39,7 +40,8 @@ def load(name: str, checkpoints: int = CHECKPOINTS) -> Case:
 
 def subsets(found: Truth) -> Subsets | None:
     """Random halves from fresh weights, and again from others."""
-    first, second = found.retrained("A"), found.retrained("B")
+    first = found.retrained("A")
+    second = found.retrained("B")
     if first is None:
         return None
     both = min(len(first), len(second or first))
@@ -59,5 +61,6 @@ def removed(found: Truth) -> Removed | None:
     one = found.retrained("class")
     if one is None:
         return None
-    before, passes = found.base.tensors["test_losses"], float(one.evaluations.double().mean())
+    before = found.base.tensors["test_losses"]
+    passes = float(one.evaluations.double().mean())
     return Removed(one.names, one.removed, one.test_losses, before, passes)

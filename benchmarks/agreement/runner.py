@@ -86,7 +86,8 @@ def ask(
             last = (done.stderr.strip().splitlines() or ["no output"])[-1][:150]
             last = "has nothing for this likelihood" if done.returncode == 0 else last
         except subprocess.TimeoutExpired:
-            late, last = True, f"not done after {timeout:.0f} s"
+            late = True
+            last = f"not done after {timeout:.0f} s"
         answers = read_answers(folder, (len(case.x), len(x)))
     if late or not answers:
         answers.append(Answer(script.stem.removeprefix("run_"), None, error=last))

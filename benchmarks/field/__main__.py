@@ -56,8 +56,11 @@ class Field:
     """One case: its model, what is told of it, and the truth."""
 
     def __init__(self, name: str, folder: Path, seeds: Mapping[str, int] = SEEDS) -> None:
-        self.name, self.folder, case = name, folder, CASES[name]
-        data, self.started = case.data(), time.process_time()
+        self.name = name
+        self.folder = folder
+        case = CASES[name]
+        data = case.data()
+        self.started = time.process_time()
         if case.delta:
             data = data._replace(x=data.x.double(), x_test=data.x_test.double())
             torch.manual_seed(0)
@@ -68,7 +71,9 @@ class Field:
             model, self.checkpoints, recipe = trained(case, data)
             self.told = {"checkpoints": self.checkpoints, "recipe": recipe}
             print(f"{recipe}, {self.checkpoints}", flush=True)
-        self.model, self.data, self.case = model.eval(), data, case
+        self.model = model.eval()
+        self.data = data
+        self.case = case
         # of the log density of a normal, which is no part of the error
         self.constant = 0.5 * math.log(2 * math.pi) if case.likelihood == "gaussian" else 0.0
         self.task, self.bare = self._task(**self.told), self._task()
@@ -76,7 +81,8 @@ class Field:
         if not case.delta:
             retrain = by_recipe(case, self.task)
         self.truths = Truths(name, case, data, retrain, repr(self.task.recipe), folder, seeds)
-        own, unseen = losses(model, data.x, data.y), losses(model, data.x_test, data.y_test)
+        own = losses(model, data.x, data.y)
+        unseen = losses(model, data.x_test, data.y_test)
         self.row("trained", f"loss {own.mean():.3f}, test {unseen.mean():.3f}")
 
     def _task(self, given: Any = None, **told: Any) -> blr.Task:
@@ -95,7 +101,8 @@ class Field:
         if self.case.delta:
             return {"the end": (self.task, blr.fit_laplace(self.task, **delta))}
         run = blr.fit_laplace(self.task)
-        n, initial = len(self.data.x), self.told["recipe"].initial
+        n = len(self.data.x)
+        initial = self.told["recipe"].initial
         recorded = self.checkpoints.posterior(n_data=n, initial=initial)
         return {
             "four checkpoints": (self.task, run),
@@ -105,7 +112,8 @@ class Field:
         }
 
     def influence(self, fits: dict[str, tuple[blr.Task, Any]]) -> None:
-        kept, true = halves(len(self.data.x)), self.truths.halves.mean(0)
+        kept = halves(len(self.data.x))
+        true = self.truths.halves.mean(0)
         asked = self.test.subset(range(true.shape[1]))
         other = ceiling(self.truths.halves[0], self.truths.halves[1:].mean(0))
         self.row("influence, one seed of the others", str(other))
@@ -117,14 +125,16 @@ class Field:
             self.row(f"influence, {name}", f"{score}, {taken:.1f} s")
 
     def left_out(self, fits: dict[str, tuple[blr.Task, Any]]) -> None:
-        truths, seen = self.truths.folds, self.truths.folds.isfinite().all(0)
+        truths = self.truths.folds
+        seen = self.truths.folds.isfinite().all(0)
         both = float(spearman(truths[0, seen], truths[-1, seen]))
         for name, (task, q) in fits.items():
             loo = blr.leave_one_out(task, q)
             found, before = (
                 t.double()[seen] - self.constant for t in (loo.losses, loo.losses_before)
             )
-            true, base = truths[:, seen].mean(0), torch.zeros_like(before)
+            true = truths[:, seen].mean(0)
+            base = torch.zeros_like(before)
             if self.case.delta:
                 base = before  # rises, of single examples
             ratio = float((found - base).sum() / (true - base).sum())
@@ -150,7 +160,8 @@ class Field:
         return f"{error}; truth {true:.3f} {said} {low:.3f} to {high:.3f}"
 
     def groups(self, fits: dict[str, tuple[blr.Task, Any]]) -> list[dict[str, Any]]:
-        true, kept = self.truths.groups.mean(0).double(), []
+        true = self.truths.groups.mean(0).double()
+        kept = []
         for name, (task, q) in fits.items():
             start = time.process_time()
             table = blr.what_if_each(task, q, by="group", evaluate=self.test)

@@ -36,7 +36,8 @@ def digits(n: int = TRAIN, test: int = TRAIN, shape: tuple[int, ...] = (64,)) ->
     """scikit-learn's, the rest of them held out; groups are the classes."""
     x, y = (torch.tensor(part) for part in load_digits(return_X_y=True))
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(77))
-    x, y = ((x[order] - 4.9) / 6).float().view(-1, *shape), y[order]
+    x = ((x[order] - 4.9) / 6).float().view(-1, *shape)
+    y = y[order]
     return _spoilt(x[:n], y[:n], x[n : n + test], y[n : n + test], y[:n])
 
 
@@ -48,7 +49,8 @@ def diabetes() -> Data:
     """442 patients; groups are fifths of the body mass index."""
     x, y = (torch.tensor(part).float() for part in load_diabetes(return_X_y=True))
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(77))
-    x, y = x[order] / x.std(0), ((y[order] - y.mean()) / y.std())[:, None]
+    x = x[order] / x.std(0)
+    y = ((y[order] - y.mean()) / y.std())[:, None]
     fifth = x[:300, 2].argsort().argsort() * 5 // 300
     return _spoilt(x[:300], y[:300], x[300:], y[300:], fifth)
 
@@ -57,7 +59,8 @@ def table(load: Callable[..., Any], train: int, classes: int, share: float) -> D
     """A table of scikit-learn's, standardised, with more wrong labels; groups are the classes."""
     x, y = (torch.tensor(part) for part in load(return_X_y=True))
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(77))
-    x, y = ((x - x.mean(0)) / x.std(0)).float()[order], y[order]
+    x = ((x - x.mean(0)) / x.std(0)).float()[order]
+    y = y[order]
     parts = x[:train], y[:train], x[train:], y[train:]
     return _spoilt(*parts, y[:train], classes=classes, share=share)
 
@@ -182,11 +185,15 @@ def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def trained(case: Case, data: Data) -> tuple[nn.Module, blr.Checkpoints, blr.Recipe]:
     """The model in question, by an ordinary loop, its checkpoints, and what is told of it."""
     torch.manual_seed(0)
-    model, how, initial = case.network(), case.recipe, None
+    model = case.network()
+    how = case.recipe
+    initial = None
     if case.base:
         model, initial = turned(case, model)
     recipe = blr.Recipe(**how, initial=initial)
-    n, best, kept = len(data.x), float("inf"), 0
+    n = len(data.x)
+    best = float("inf")
+    kept = 0
     each = -(-n // recipe.batch_size)
     steps = recipe.epochs * each
     optimizer = recipe.made(model, n_data=n, steps=steps)
@@ -209,7 +216,9 @@ def trained(case: Case, data: Data) -> tuple[nn.Module, blr.Checkpoints, blr.Rec
         if case.patience:
             now = float(losses(model, held.x_test, held.y_test).mean())
             if now < best:
-                best, kept, state = now, epoch + 1, copy.deepcopy(model.state_dict())
+                best = now
+                kept = epoch + 1
+                state = copy.deepcopy(model.state_dict())
             if epoch + 1 - kept == case.patience:
                 break
     if case.patience:

@@ -19,7 +19,11 @@ from benchmarks.truth import store
 from blr_analysis.likelihoods import resolve
 from blr_analysis.sensitivity.training import trained
 
-HALVES, FOLDS, ALONE, ASKED = 32, 20, 40, 150  # the last: test examples of the halves
+# the last: test examples of the halves
+HALVES = 32
+FOLDS = 20
+ALONE = 40
+ASKED = 150
 SEEDS = {"halves": 3, "folds": 2, "groups": 2}  # from 10 on
 FEW_SEEDS = dict.fromkeys(SEEDS, 1)
 
@@ -83,9 +87,13 @@ class Truths:
         folder: Path,
         seeds: Mapping[str, int],
     ) -> None:
-        self.name, self.data, self.retrain, self.folder = name, data, retrain, folder
+        self.name = name
+        self.data = data
+        self.retrain = retrain
+        self.folder = folder
         self.seeds = seeds
-        self.alone, self.seconds = case.delta > 0, 0.0
+        self.alone = case.delta > 0
+        self.seconds = 0.0
         self.parts = left_out(len(data.x), self.alone)
         told = f"{how} {case.patience} {case.base} {case.delta} {len(data.x)}"
         self.made = hashlib.sha256(told.encode()).hexdigest()[:16]
@@ -110,7 +118,8 @@ class Truths:
             path = self.folder / self.name.replace(" ", "_") / f"{kind}-{seed}.safetensors"
             stored = store.read(path, self.made)
             if stored is None:
-                start, rows = time.process_time(), how(seed)
+                start = time.process_time()
+                rows = how(seed)
                 about = {"hash": self.made, "seconds": (time.process_time() - start) / len(rows)}
                 whole = self._joined(rows) if kind == "folds" else torch.stack(rows)
                 stored = store.Stored({"losses": whole}, about)
@@ -126,11 +135,13 @@ class Truths:
         return self.retrain(keep, seed)
 
     def _halves(self, seed: int) -> list[Tensor]:
-        x, y = self.data.x_test[:ASKED], self.data.y_test[:ASKED]
+        x = self.data.x_test[:ASKED]
+        y = self.data.y_test[:ASKED]
         return [losses(self._without(~kept, seed), x, y) for kept in halves(len(self.data.x))]
 
     def _folds(self, seed: int) -> list[Tensor]:
-        x, y = self.data.x, self.data.y
+        x = self.data.x
+        y = self.data.y
         return [losses(self._without(part, seed), x[part], y[part]) for part in self.parts]
 
     def _joined(self, rows: list[Tensor]) -> Tensor:
@@ -139,6 +150,8 @@ class Truths:
         return each
 
     def _groups(self, seed: int) -> list[Tensor]:
-        x, y, groups = self.data.x_test, self.data.y_test, self.data.groups
+        x = self.data.x_test
+        y = self.data.y_test
+        groups = self.data.groups
         members = [(groups == g).nonzero().flatten() for g in groups.unique()]
         return [losses(self._without(m, seed), x, y).mean() for m in members]

@@ -36,7 +36,9 @@ SOURCES = (
     "Ronald Reagan",
     "Barack Obama",
 )
-TRAINED, TESTED = 30, 6  # passages of each source
+# passages of each source
+TRAINED = 30
+TESTED = 6
 OTHERS = 1500  # passages of other presidents, that the base of a fine-tune learns
 SHUFFLED = 0.04  # of the training texts
 LENGTHS = (32, 65)  # words of a passage: at least, and below

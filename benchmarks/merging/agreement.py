@@ -27,12 +27,15 @@ def difference(one: Path, two: Path) -> Difference:
     Raises:
         ValueError: they do not hold the same tensors.
     """
-    unequal, total, largest = 0, 0, 0.0
+    unequal = 0
+    total = 0
+    largest = 0.0
     with safe_open(one, "pt") as first, safe_open(two, "pt") as second:
         if set(first.keys()) != set(second.keys()):
             raise ValueError(f"{one} and {two} hold tensors of different names")
         for name in sorted(first.keys()):
-            left, right = first.get_tensor(name), second.get_tensor(name)
+            left = first.get_tensor(name)
+            right = second.get_tensor(name)
             if left.shape != right.shape or {left.dtype, right.dtype} != {torch.bfloat16}:
                 raise ValueError(
                     f"{name!r} is {left.dtype} {tuple(left.shape)} and {right.dtype} "

@@ -41,7 +41,9 @@ class Shape:
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes."""
-        h, f, v = self.hidden, 128 * self.scale, self.vocabulary
+        h = self.hidden
+        f = 128 * self.scale
+        v = self.vocabulary
         yield "model.embed_tokens.weight", (v, h)
         for layer in range(LAYERS):
             at = f"model.layers.{layer}"

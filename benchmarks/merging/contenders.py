@@ -13,7 +13,8 @@ from benchmarks.merging.checkpoints_made import DELTA, WEIGHTS, Checkpoints
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-MATCHING, ARITHMETIC = "gradient_matching", "task_arithmetic"
+MATCHING = "gradient_matching"
+ARITHMETIC = "task_arithmetic"
 SHARE = 0.4  # of the second model, in SLERP
 SIMPLE = {  # of mergekit's methods: what ours and its recipes are told beside the weights
     "linear": {},

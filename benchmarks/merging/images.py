@@ -11,8 +11,13 @@ from benchmarks.merging.trained import Trained, fitted, joined
 from tutorials.data import read
 
 POSES = ("upright", "90°", "180°", "inverted")
-FIRST, TRAIN, VALIDATE, TEST = 300, 800, 200, 500  # pictures of each pose
-BASE_EPOCHS, EPOCHS = 12, 10
+# pictures of each pose
+FIRST = 300
+TRAIN = 800
+VALIDATE = 200
+TEST = 500
+BASE_EPOCHS = 12
+EPOCHS = 10
 
 
 def mlp() -> nn.Module:

@@ -13,7 +13,8 @@ import time
 
 
 def main() -> None:
-    report, command = sys.argv[1], sys.argv[2:]
+    report = sys.argv[1]
+    command = sys.argv[2:]
     started = time.perf_counter()
     pid = os.posix_spawnp(command[0], command, os.environ)
     _, status, used = os.wait4(pid, 0)

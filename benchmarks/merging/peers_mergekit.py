@@ -33,9 +33,11 @@ def gradient_matching(
     assert group.base is not None
     start = group.base.tensor
     count = (len(group.non_base) - 1) // 2
-    models, precisions = group.non_base[:count], group.non_base[count:]
+    models = group.non_base[:count]
+    precisions = group.non_base[count:]
     first = precisions[0].tensor + delta
-    total, step = first.clone(), torch.zeros_like(start)
+    total = first.clone()
+    step = torch.zeros_like(start)
     for model, precision in zip(models, precisions[1:], strict=True):
         alpha = weight[model.id]
         total.add_(precision.tensor, alpha=alpha)
@@ -44,7 +46,8 @@ def gradient_matching(
 
 
 def main() -> None:
-    recipe, out = sys.argv[1], sys.argv[2]
+    recipe = sys.argv[1]
+    out = sys.argv[2]
     register(gradient_matching)
     started = time.perf_counter()
     mergekit_yaml([recipe, out, *FLAGS], standalone_mode=False)

@@ -17,7 +17,9 @@ from blr_analysis import merge
 
 
 def main() -> None:
-    method, root, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    method = sys.argv[1]
+    root = Path(sys.argv[2])
+    out = Path(sys.argv[3])
     given = json.loads((root / "merge.json").read_text())
     started = time.perf_counter()
     models = [root / name for name in given["models"]]
@@ -29,9 +31,12 @@ def main() -> None:
             "delta": given["delta"],
         }
     extra |= given["simple"].get(method, {})
-    base, weights = root / "base", given["weights"]
+    base = root / "base"
+    weights = given["weights"]
     if method == "slerp":
-        base, models, weights = None, models[:2], [1 - given["share"], given["share"]]
+        base = None
+        models = models[:2]
+        weights = [1 - given["share"], given["share"]]
     if method == "linear":
         base = None
     merge(base, models, weights=weights, method=method, out=out, **extra)

@@ -73,7 +73,8 @@ def measure(made: Checkpoints, wanted: Sequence[Contender], rounds: int) -> list
 
 
 def _turn(made: Checkpoints, one: Measured, ours: dict[str, Path]) -> None:
-    contender, out = one.contender, made.root / "out"
+    contender = one.contender
+    out = made.root / "out"
     try:
         one.runs.append(child.run(contender.command(out), contender.path))
         written = out / "model.safetensors"
@@ -96,7 +97,8 @@ def table(found: Sequence[Measured]) -> list[str]:
     lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     for one in found:
         if one.runs:
-            seconds, inner = one.median("seconds"), one.median("inner")
+            seconds = one.median("seconds")
+            inner = one.median("inner")
             floor = raw[one.contender.method]
             numbers = (seconds, seconds / floor, inner, inner / floor, one.median("cpu"),
                        one.median("peak") / 1e9)  # fmt: skip

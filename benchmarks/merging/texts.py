@@ -24,8 +24,14 @@ INSIDE = "vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz"
 SORTS = {"films": "movieReview", "products": "amazonReview", "editorials": "nytEditorial"}
 LETTERS = "\n abcdefghijklmnopqrstuvwxyz.,'!?-0"
 LENGTH = 32
-FIRST, TRAIN, VALIDATE, TEST = 500, 1000, 200, 300  # passages of each sort
-BASE_EPOCHS, EPOCHS, ADAPTER_EPOCHS = 8, 6, 8
+# passages of each sort
+FIRST = 500
+TRAIN = 1000
+VALIDATE = 200
+TEST = 300
+BASE_EPOCHS = 8
+EPOCHS = 6
+ADAPTER_EPOCHS = 8
 RANKS = {"films": (8, False), "products": (4, True), "editorials": (4, False)}  # and stabilised?
 ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

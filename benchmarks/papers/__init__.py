@@ -60,7 +60,8 @@ def train(
 def clothes(examples: int) -> Data:
     """The first images of Fashion-MNIST, and its first test images; one mean and scale."""
     found = read("fashion-mnist")
-    mean, scale = found.images.mean(), found.images.std()
+    mean = found.images.mean()
+    scale = found.images.std()
     x, test = ((images - mean) / scale for images in (found.images, found.test_images))
     most = 1000 if examples <= 1000 else len(test)
     return x[:examples], found.labels[:examples], test[:most], found.test_labels[:most]

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from benchmarks.papers import averaged, clothes, fitted, probabilities, scores
 from blr_analysis.learning_rule.optim.binary import STE, BayesBiNN
 
-HIDDEN, DRAWS = 100, 20
+HIDDEN = 100
+DRAWS = 20
 
 
 class Net(nn.Module):

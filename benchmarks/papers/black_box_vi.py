@@ -24,7 +24,8 @@ from blr_analysis.learning_rule.inference import MeanFieldRegression
 from blr_analysis.learning_rule.inference.cvi import expected_log_prob, latent, scalar_likelihood
 from blr_analysis.learning_rule.optim import Vadam
 
-DELTA, LR = 1.0, 0.03
+DELTA = 1.0
+LR = 0.03
 
 
 def elbo(q: DiagonalGaussian, x: Tensor) -> float:

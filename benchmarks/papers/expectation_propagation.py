@@ -33,18 +33,24 @@ Approximation = namedtuple("Approximation", "mean covariance log_evidence")  # o
 
 def ep(cover: np.ndarray, log_p: Callable[[int, np.ndarray], np.ndarray]) -> Approximation:
     """Sites N(f_i | …) whose tilted moments agree (Minka, 2001); cover is k(x, x) ``[N, N]``."""
-    n, spread, total = len(cover), cover.copy(), 0.0
+    n = len(cover)
+    spread = cover.copy()
+    total = 0.0
     linear, precision, mean = np.zeros((3, n))
     for _ in range(30):
-        before, total = total, 0.0
+        before = total
+        total = 0.0
         for i in range(n):
-            tau, nu = 1 / spread[i, i] - precision[i], mean[i] / spread[i, i] - linear[i]
+            tau = 1 / spread[i, i] - precision[i]
+            nu = mean[i] / spread[i, i] - linear[i]
             at = nu / tau + np.sqrt(2 / tau) * NODES
             tilted = WEIGHTS * np.exp(log_p(i, at)) / np.sqrt(np.pi)
-            mass, m = tilted.sum(), tilted @ at / tilted.sum()
+            mass = tilted.sum()
+            m = tilted @ at / tilted.sum()
             v = tilted @ (at - m) ** 2 / mass
             change = 1 / v - tau - precision[i]
-            precision[i], linear[i] = 1 / v - tau, m / v - nu
+            precision[i] = 1 / v - tau
+            linear[i] = m / v - nu
             spread -= np.outer(spread[i], spread[i]) * change / (1 + change * spread[i, i])
             mean = spread @ linear
             total += np.log(mass) + 0.5 * (nu**2 / tau - np.log(tau) - m**2 / v - np.log(v))
@@ -70,17 +76,21 @@ def compared() -> dict[str, dict[str, float]]:
     """What the table shows, by row."""
     with np.load(NUTS, allow_pickle=False) as file:
         truth = {name.partition("/")[2]: file[name] for name in file.files if "iris/" in name}
-    length, variance = float(truth["lengthscale"]), float(truth["variance"])
+    length = float(truth["lengthscale"])
+    variance = float(truth["variance"])
     x, kind = load_iris(return_X_y=True)
-    x, y = stats.zscore(x[kind > 0]), (kind[kind > 0] == 2).astype(float)
+    x = stats.zscore(x[kind > 0])
+    y = (kind[kind > 0] == 2).astype(float)
     kernel = partial(rbf, lengthscale=length, variance=variance)
     points, held = torch.tensor(x).view(-1, 2, 4).unbind(1)
-    cover, across = kernel(points, points).numpy(), kernel(held, points).numpy()
+    cover = kernel(points, points).numpy()
+    across = kernel(held, points).numpy()
     by_ep = ep(cover, lambda i, f: -np.logaddexp(0, -(2 * y[2 * i] - 1) * f))
     fitted = GaussianProcess(kernel).fit((points, torch.tensor(y[::2])), progress=False)
     scale = ConstantKernel(variance, "fixed") * RBF(length, "fixed")
     peer = GaussianProcessClassifier(scale, optimizer=None).fit(x[::2], y[::2])
-    q, wide = function_values(fitted)[1].numpy(), np.diag(truth["covariance"])
+    q = function_values(fitted)[1].numpy()
+    wide = np.diag(truth["covariance"])
     rows = {
         "the rule": (fitted.predict(held).numpy(), fitted.history[-1], q),
         "EP": (predicted(by_ep, cover, across, variance), by_ep.log_evidence, by_ep.covariance),

@@ -23,7 +23,11 @@ import blr_analysis as blr
 from benchmarks.papers import averaged, train
 from blr_analysis.learning_rule.optim import Vadam
 
-TASK, BATCH, START, EVERY, DISCOUNT = "CartPole-v1", 64, 500, 1000, 0.99
+TASK = "CartPole-v1"
+BATCH = 64
+START = 500
+EVERY = 1000
+DISCOUNT = 0.99
 IVON: dict[str, Any] = {"ess": 1e4, "weight_decay": 1e-4, "hess_init": 0.1, "beta2": 0.999}
 KINDS: dict[str, Any] = {
     "Adam, ε-greedy": lambda weights, steps: torch.optim.Adam(weights, lr=1e-3),
@@ -43,25 +47,34 @@ def td_loss(model: nn.Module, target: nn.Module, seen: list[tuple[Tensor, ...]])
 
 def played(model: nn.Module, seed: int) -> float:
     """Mean length, which is the return, of three greedy episodes."""
-    env, steps = gymnasium.make(TASK), 0
+    env = gymnasium.make(TASK)
+    steps = 0
     for episode in range(3):
-        state, over = env.reset(seed=10**6 + seed + episode)[0], False
+        state = env.reset(seed=10**6 + seed + episode)[0]
+        over = False
         while not over:
             state, _, ended, cut, _ = env.step(int(model(torch.as_tensor(state)).argmax()))
-            steps, over = steps + 1, ended or cut
+            steps = steps + 1
+            over = ended or cut
     return steps / 3
 
 
 def learn(kind: str, seed: int, steps: int) -> list[float]:
     """The returns at the mean, every thousandth step."""
     torch.manual_seed(seed)
-    random, env = np.random.default_rng(seed), gymnasium.make(TASK)
-    state, found = torch.as_tensor(env.reset(seed=seed)[0]), []
+    random = np.random.default_rng(seed)
+    env = gymnasium.make(TASK)
+    state = torch.as_tensor(env.reset(seed=seed)[0])
+    found = []
     layers = nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)
     model = nn.Sequential(*layers)
-    target, acting = copy.deepcopy(model), copy.deepcopy(model)
-    optimizer, memory, fresh = KINDS[kind](model.parameters(), steps), [], True
-    noise, by_chance = [torch.zeros_like(p) for p in model.parameters()], kind.startswith("Adam")
+    target = copy.deepcopy(model)
+    acting = copy.deepcopy(model)
+    optimizer = KINDS[kind](model.parameters(), steps)
+    memory = []
+    fresh = True
+    noise = [torch.zeros_like(p) for p in model.parameters()]
+    by_chance = kind.startswith("Adam")
     for step in range(1, steps + 1):
         with torch.no_grad():
             if fresh and not by_chance:
@@ -74,7 +87,8 @@ def learn(kind: str, seed: int, steps: int) -> list[float]:
         if by_chance and random.random() < max(0.05, 1 - 5 * step / steps):
             action = int(random.integers(2))
         after, reward, ended, cut, _ = env.step(action)
-        told, fresh = (state, action, float(reward), after, float(not ended)), ended or cut
+        told = (state, action, float(reward), after, float(not ended))
+        fresh = ended or cut
         memory.append(tuple(map(torch.as_tensor, told)))
         state = torch.as_tensor(env.reset()[0] if fresh else after)
         if step > START:

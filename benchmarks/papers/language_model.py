@@ -67,7 +67,8 @@ def run(name: str, lr: float, small: bool, seed: int) -> dict[str, dict[str, flo
     train, test, classes = data(small)
     torch.manual_seed(seed)
     model = CharacterLSTM(classes, layers, units)
-    x, y = train[:, :-1], train[:, 1:]
+    x = train[:, :-1]
+    y = train[:, 1:]
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr)
     ways: dict[str, Any] = {"at the mean": (nullcontext, 1)}
     if name == "IVON":

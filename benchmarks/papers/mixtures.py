@@ -22,7 +22,9 @@ from benchmarks.cases import LeNet
 from benchmarks.papers import Data, Numbers, averaged, clothes, probabilities, scores
 from blr_analysis.learning_rule.optim import Mixture
 
-COMPONENTS, DRAWS, BATCH = 4, 8, 100
+COMPONENTS = 4
+DRAWS = 8
+BATCH = 100
 
 
 def trained(

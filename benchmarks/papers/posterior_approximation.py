@@ -23,7 +23,8 @@ from benchmarks.papers import COLOURS, Numbers, drawn, panels, train
 from blr_analysis.learning_rule.optim import VOGGN, Vadam
 
 BATCHES = {"VOGN, M = 1": 1, "Vadam, M = 10": 10, "VOGGN": 10}
-DELTA, GRID = 1.0, 121
+DELTA = 1.0
+GRID = 121
 
 
 def two_classes(n: int = 60) -> tuple[Tensor, Tensor]:
@@ -63,7 +64,8 @@ def made(name: str, model: nn.Module, n: int) -> Any:
 def draw(small: bool = False) -> tuple[Figure, Numbers]:
     """Logistic regression with two weights: the exact posterior, VOGN, Vadam and VOGGN."""
     x, y = two_classes()
-    n, steps = len(y), 700 if small else 6000
+    n = len(y)
+    steps = 700 if small else 6000
     figure, (axes,) = panels(1, 4.2, 3.6)
     mean, curvature = exact(x, y, axes)
     numbers: Numbers = {}

@@ -76,7 +76,8 @@ def mlp_of_images() -> nn.Module:
 def digits(small: bool) -> Case:
     x, y = (torch.tensor(part) for part in load_digits(return_X_y=True))
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    x, y = ((x - 4.9) / 6).float()[order], y[order]
+    x = ((x - 4.9) / 6).float()[order]
+    y = y[order]
     return mlp_of_digits, (x[:1000], y[:1000]), (x[1000:], y[1000:]), 2 if small else 25, 50
 
 

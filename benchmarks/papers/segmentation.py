@@ -48,7 +48,8 @@ def shapes(n: int, seed: int, size: int = 32) -> tuple[Tensor, Tensor]:
     rows, columns = torch.meshgrid(*2 * [torch.arange(size).float()], indexing="ij")
     y, x, radius = (torch.rand(3, n, 2, 1, 1, generator=generator) * 20 + 6).unbind()
     radius = radius / 5 + 2
-    across, down = (rows - y).abs(), (columns - x).abs()
+    across = (rows - y).abs()
+    down = (columns - x).abs()
     disc = (across.square() + down.square() < radius.square())[:, 0]
     square = (torch.maximum(across, down) < radius)[:, 1]
     mask = (disc | square).float().unsqueeze(1)
@@ -58,8 +59,10 @@ def shapes(n: int, seed: int, size: int = 32) -> tuple[Tensor, Tensor]:
 
 def draw(small: bool = False) -> tuple[Figure, Numbers]:
     """A U-Net on drawn shapes by IVON: the mean of 16 draws, and how unsure they are."""
-    n, steps = 100, 150 if small else 800
-    (x, mask), (x_test, truth) = shapes(n, 0), shapes(20, 1)
+    n = 100
+    steps = 150 if small else 800
+    x, mask = shapes(n, 0)
+    x_test, truth = shapes(20, 1)
     torch.manual_seed(0)
     model = UNet()
     given = {"ess": n * 32, "weight_decay": 1e-4, "steps": steps, "hess_init": 0.1}

@@ -18,9 +18,11 @@ from benchmarks.papers.posterior_approximation import two_classes
 def draw(small: bool = False) -> tuple[Figure, Numbers]:
     """Theorem 1: E[ĝ²] = w h + (1 − w) g², w = (N − M) / (M (N − 1)); and Vadam's deviations."""
     x, y = two_classes()
-    n, theta = len(y), torch.tensor([1.0, -0.5]).double()
+    n = len(y)
+    theta = torch.tensor([1.0, -0.5]).double()
     each = (x @ theta).sigmoid().sub(y)[:, None] * x
-    g2, h = each.mean(0).square(), each.square().mean(0)
+    g2 = each.mean(0).square()
+    h = each.square().mean(0)
     sizes = torch.tensor([1, 2, 4, 8, 16, 32, n])
     generator = torch.Generator().manual_seed(0)
     order = torch.rand(4000 if small else 40_000, n, generator=generator).argsort(1)

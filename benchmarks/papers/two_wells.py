@@ -20,7 +20,8 @@ from blr_analysis.learning_rule.optim import Vadam
 
 def wells(t: Tensor) -> Tensor:
     """A narrow well at −1 and a wide one at 2, a little deeper."""
-    narrow, wide = (t + 1).square() / 0.045, (t - 2).square() / 1.6
+    narrow = (t + 1).square() / 0.045
+    wide = (t - 2).square() / 1.6
     return -(-narrow).exp() - 1.2 * (-wide).exp() + 0.02 * t.square()
 
 
@@ -29,7 +30,8 @@ def draw(small: bool = False) -> tuple[Figure, Numbers]:
     figure, (axes,) = panels(1, 4.6, 3.0)
     grid = torch.linspace(-2.2, 4, 400)
     axes.plot(grid, wells(grid), color="0.4")
-    numbers, steps = {}, 700 if small else 2000
+    numbers = {}
+    steps = 700 if small else 2000
     for name, colour, mark in (("gradient descent", COLOURS[1], "s"), ("Vadam", COLOURS[0], "o")):
         torch.manual_seed(0)
         theta = nn.Parameter(torch.tensor([-1.5]))

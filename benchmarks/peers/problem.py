@@ -40,7 +40,8 @@ class Problem:
         self.likelihood: str = described["likelihood"]
         self.delta: float = described["delta"]
         self.dampings: list[float] = described["dampings"]
-        self.folder, self.dtype = folder, dtype
+        self.folder = folder
+        self.dtype = dtype
         with np.load(folder / "problem.npz", allow_pickle=False) as arrays:
             held = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
         self.x, self.x_test = (held[n].to(dtype) for n in ("x", "x_test"))
@@ -88,7 +89,9 @@ def measured(call: Callable[[], Any]) -> tuple[Any, float, int]:
     """Result, seconds, and peak bytes above what was held before."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    before, highest, done = resident(), 0, threading.Event()
+    before = resident()
+    highest = 0
+    done = threading.Event()
 
     def watch() -> None:
         nonlocal highest

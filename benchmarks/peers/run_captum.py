@@ -27,7 +27,8 @@ def methods(folder: Path) -> dict[str, Method]:
             last = model[0]
             model, load = nn.Sequential(model), lambda m, k: loaded(m[0], k)
         else:
-            last, load = list(m for m in model.modules() if isinstance(m, nn.Linear))[-1], loaded
+            last = list(m for m in model.modules() if isinstance(m, nn.Linear))[-1]
+            load = loaded
         tracin = TracInCPFast(
             model,
             last,

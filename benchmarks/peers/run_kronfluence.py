@@ -26,7 +26,8 @@ class Losses(Task):
     def compute_train_loss(
         self, batch: tuple[Tensor, Tensor], model: nn.Module, sample: bool = False
     ) -> Tensor:
-        outputs, y = model(batch[0]), batch[1]
+        outputs = model(batch[0])
+        y = batch[1]
         if sample:
             y = self.drawn(outputs.detach())
         return self.problem.losses(outputs, y).sum()

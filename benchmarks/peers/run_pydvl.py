@@ -21,7 +21,8 @@ LARGEST = 3000  # parameters of an explicit Hessian
 
 
 def methods(folder: Path) -> dict[str, Method]:
-    exact, single = Problem(folder, torch.float64), Problem(folder)
+    exact = Problem(folder, torch.float64)
+    single = Problem(folder)
     size = sum(p.numel() for p in exact.model().parameters())
     damping = exact.delta / exact.n
 

@@ -95,9 +95,11 @@ def fashion(n: int, m: int) -> Data:
 
 
 def _shuffled(x: object, y: object, n: int, m: int) -> Data:
-    inputs, targets = torch.as_tensor(x).double(), torch.as_tensor(y)
+    inputs = torch.as_tensor(x).double()
+    targets = torch.as_tensor(y)
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
-    train, test = order[:n], order[n : n + m]
+    train = order[:n]
+    test = order[n : n + m]
     return Data(inputs[train], targets[train], inputs[test], targets[test])
 
 

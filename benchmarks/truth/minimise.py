@@ -43,7 +43,8 @@ class Memory:
 
     def direction(self, gradient: Tensor) -> Tensor:
         """Minus the approximate inverse Hessian times the gradient."""
-        q, weights = -gradient, []
+        q = -gradient
+        weights = []
         for step, change, curvature in reversed(self.pairs):
             weights.append(float(step @ q) / curvature)
             q = q - weights[-1] * change
@@ -99,9 +100,11 @@ def minimise(
     The tolerance is the larger of ``relative`` times the norm at the start and ``absolute``.
     A descent that cannot go on, or runs out of evaluations, ends with ``converged`` False.
     """
-    theta, pairs = start.clone(), (memory or Memory()).copy()
+    theta = start.clone()
+    pairs = (memory or Memory()).copy()
     value, gradient = objective(theta)
-    norm, used = float(gradient.norm()), 1
+    norm = float(gradient.norm())
+    used = 1
     tolerance = max(absolute, relative * norm)
     trace = [(used, value, norm)]
     while norm > tolerance and used < max_evaluations:
@@ -123,7 +126,8 @@ def minimise(
         step = found.size * direction
         pairs.add(step, found.gradient - gradient)
         theta = theta + step
-        value, gradient = found.value, found.gradient
+        value = found.value
+        gradient = found.gradient
         norm = float(gradient.norm())
         trace.append((used, value, norm))
     table = torch.tensor(trace, dtype=torch.float64)
@@ -151,7 +155,10 @@ def line_search(
     tries: int = 25,
 ) -> Step:
     """A step length under the Wolfe or approximate Wolfe conditions, by bracketing."""
-    low, low_slope, high, high_slope = 0.0, slope, math.inf, math.nan
+    low = 0.0
+    low_slope = slope
+    high = math.inf
+    high_slope = math.nan
     slack = rounding * (abs(value) + 1)
     for tried in range(1, tries + 1):
         new, gradient = objective(theta + size * direction)
@@ -162,9 +169,11 @@ def line_search(
         if (falls or still) and abs(new_slope) <= -FLATTER * slope:
             return Step(size, new, gradient, tried)
         if (falls or still) and new_slope < 0:
-            low, low_slope = size, new_slope
+            low = size
+            low_slope = new_slope
         else:
-            high, high_slope = size, new_slope if finite else math.nan
+            high = size
+            high_slope = new_slope if finite else math.nan
         size = _next_size(low, low_slope, high, high_slope)
     return Step(0.0, value, None, tries)
 

@@ -28,17 +28,21 @@ class Objective:
     """Value and gradient of Σ_i ℓ_i + δ/2 ‖θ‖² on inputs x and targets y."""
 
     def __init__(self, recipe: Recipe, x: Tensor, y: Tensor, chunk: int = 500) -> None:
-        self.model, self.likelihood, self.delta = recipe.build(), recipe.observed(), recipe.delta
+        self.model = recipe.build()
+        self.likelihood = recipe.observed()
+        self.delta = recipe.delta
         y = y if recipe.likelihood == "categorical" else y.reshape(len(y), -1)
         self.parts = list(zip(x.split(chunk), y.split(chunk), strict=True))
 
     def __call__(self, theta: Tensor) -> tuple[float, Tensor]:
         leaf = theta.detach().requires_grad_()
-        value, gradient = 0.5 * self.delta * float(theta @ theta), self.delta * theta
+        value = 0.5 * self.delta * float(theta @ theta)
+        gradient = self.delta * theta
         for x, y in self.parts:
             loss = self.losses(leaf, x, y).sum()
             (part,) = torch.autograd.grad(loss, leaf)
-            value, gradient = value + float(loss.detach()), gradient + part
+            value = value + float(loss.detach())
+            gradient = gradient + part
         return value, gradient
 
     def losses(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:

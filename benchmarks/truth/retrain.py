@@ -21,7 +21,9 @@ from blr_analysis.errors import DataError
 KINDS = ("class", "loo", "A", "B")  # the last: random halves from two sets of first weights
 # The gradient norm at which a descent ends, relative to that where it starts: the first training,
 # another from fresh weights, one from the trained weights.
-TRAINED, FRESH, RETRAINED = 1e-9, 1e-6, 1e-5
+TRAINED = 1e-9
+FRESH = 1e-6
+RETRAINED = 1e-5
 
 
 class Job(NamedTuple):
@@ -90,8 +92,10 @@ class Truth:
     """A trained model, its data, and what retraining gave; what is on disk is not made again."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.recipe = name, recipe(name)
-        self.data, self.folder = self.recipe.data(), store.folder(name)
+        self.name = name
+        self.recipe = recipe(name)
+        self.data = self.recipe.data()
+        self.folder = store.folder(name)
 
     def train(self) -> None:
         """The first training, unless it is on disk."""
@@ -184,9 +188,11 @@ class Truth:
     def _write(
         self, name: str, start: Tensor, keep: Tensor, share: float, memory: Memory | None = None
     ) -> str:
-        data, begun = self.data, time.perf_counter()
+        data = self.data
+        begun = time.perf_counter()
         end = self.descend(start, keep, share, memory)
-        train, test = Objective(self.recipe, *data[:2]), Objective(self.recipe, *data[2:])
+        train = Objective(self.recipe, *data[:2])
+        test = Objective(self.recipe, *data[2:])
         each = {"train_losses": train.each(end.theta), "test_losses": test.each(end.theta)}
         tensors = {"theta": end.theta, "kept": keep, **each}
         record: dict[str, Any] = {"hash": self.recipe.hash, "evaluations": end.evaluations}

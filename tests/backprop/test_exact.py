@@ -290,12 +290,18 @@ def test_posterior_over_some_parameters_only() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    kernel_size=st.integers(1, 3), stride=st.integers(1, 3), dilation=st.integers(1, 2),
-    padding=st.integers(0, 2), groups=st.sampled_from([1, 2]), bias=st.booleans(),
+    kernel_size=st.integers(1, 3),
+    stride=st.integers(1, 3),
+    dilation=st.integers(1, 2),
+    padding=st.integers(0, 2),
+    groups=st.sampled_from([1, 2]),
+    bias=st.booleans(),
     padding_mode=st.sampled_from(["zeros", "reflect", "replicate", "circular"]),
-    kind=st.sampled_from([nn.Conv1d, nn.Conv2d, nn.Conv3d]), extra=st.integers(0, 2),
-    batch=st.integers(1, 4), chunk=st.integers(1, 4),
-)  # fmt: skip
+    kind=st.sampled_from([nn.Conv1d, nn.Conv2d, nn.Conv3d]),
+    extra=st.integers(0, 2),
+    batch=st.integers(1, 4),
+    chunk=st.integers(1, 4),
+)
 def test_any_convolution(kind: type, extra: int, batch: int, chunk: int, **shape: Any) -> None:
     span = shape["dilation"] * (shape["kernel_size"] - 1) + 1
     length = max(span, shape["padding"] + 1) + extra
@@ -312,8 +318,10 @@ def _check_variance(model: nn.Module, x: Tensor, chunk: int) -> None:
     params = task.parameters()
     jacobian = dense_jacobian(task, params)
     assert relative(jacobian_of(task, chunk), jacobian) < EXACT
-    sigma = {n: torch.rand(p.shape, generator=torch.Generator().manual_seed(0)).double() + 0.1
-             for n, p in params.items()}  # fmt: skip
+    sigma = {
+        n: torch.rand(p.shape, generator=torch.Generator().manual_seed(0)).double() + 0.1
+        for n, p in params.items()
+    }
     q = Posterior(params, {n: 1 / s for n, s in sigma.items()}, prior_precision=0.1, n_data=len(x))
     truth = (jacobian * flatten(sigma)) @ jacobian.mT
     assert relative(sensitivity(task, q).variance, truth) < EXACT
@@ -331,10 +339,14 @@ LAYERS: dict[str, Callable[[int], nn.Module]] = {
 
 @settings(max_examples=25, deadline=None)
 @given(
-    layer=st.sampled_from(list(LAYERS)), batch=st.integers(1, 5), time=st.integers(1, 5),
-    width=st.integers(1, 4), outputs=st.integers(1, 4), chunk=st.integers(1, 5),
+    layer=st.sampled_from(list(LAYERS)),
+    batch=st.integers(1, 5),
+    time=st.integers(1, 5),
+    width=st.integers(1, 4),
+    outputs=st.integers(1, 4),
+    chunk=st.integers(1, 5),
     sequence_first=st.booleans(),
-)  # fmt: skip
+)
 def test_any_layer_at_any_size(
     layer: str, batch: int, time: int, width: int, outputs: int, chunk: int, sequence_first: bool
 ) -> None:

@@ -73,8 +73,9 @@ def cube(size: int) -> Task:
     parts = dict(lin=nn.Linear(size, size), seq=nn.GRU(size, size), out=nn.Linear(size, size))
     return made(
         lambda m, x: m.out(m.seq(torch.tanh(m.lin(x.transpose(0, 1))))[0][-1]),
-        normal(size, size, size), **parts,
-    )  # fmt: skip
+        normal(size, size, size),
+        **parts,
+    )
 
 
 def looped(m: Any, x: Tensor) -> Tensor:
@@ -140,38 +141,74 @@ def forces(m: Any, x: Tensor) -> Tensor:
 X = normal(7, 3)
 HARD: dict[str, Callable[[], Task]] = {
     "routed one per example on the probe only": lambda: made(
-        routed, one_each_on_the_probe_only(), left=nn.Linear(3, 4), right=nn.Linear(3, 4),
-        out=nn.Linear(4, 2)),
+        routed,
+        one_each_on_the_probe_only(),
+        left=nn.Linear(3, 4),
+        right=nn.Linear(3, 4),
+        out=nn.Linear(4, 2),
+    ),
     "lengths that change, flattened": lambda: padded(
-        flattened, [3, 5, 1, 2, 2, 4, 3], words=nn.Embedding(6, 3), inner=nn.Linear(3, 4),
-        out=nn.Linear(4, 2)),
+        flattened,
+        [3, 5, 1, 2, 2, 4, 3],
+        words=nn.Embedding(6, 3),
+        inner=nn.Linear(3, 4),
+        out=nn.Linear(4, 2),
+    ),
     "more calls than on the probe": lambda: padded(  # which sees the first, fourth and last
-        unrolled, [2, 2, 5, 2, 4, 2, 2], words=nn.Embedding(6, 3), cell=nn.Linear(7, 4),
-        out=nn.Linear(4, 2)),
+        unrolled,
+        [2, 2, 5, 2, 4, 2, 2],
+        words=nn.Embedding(6, 3),
+        cell=nn.Linear(7, 4),
+        out=nn.Linear(4, 2),
+    ),
     **{f"as long as wide, {size}": lambda size=size: cube(size) for size in (3, 5, 7)},
     "torchscript": lambda: task_of(Case(torch.jit.trace(stacked(nn.Tanh(), 4), X), X)),
     "looped": lambda: made(
-        looped, X, one=nn.Linear(3, 4), two=nn.Linear(3, 4), out=nn.Linear(4, 2)),
+        looped, X, one=nn.Linear(3, 4), two=nn.Linear(3, 4), out=nn.Linear(4, 2)
+    ),
     "ensemble by vmap": lambda: made(
-        ensemble, X, base=nn.Linear(3, 2), weights=nn.Parameter(torch.randn(3, 2, 3)),
-        biases=nn.Parameter(torch.randn(3, 2))),
+        ensemble,
+        X,
+        base=nn.Linear(3, 2),
+        weights=nn.Parameter(torch.randn(3, 2, 3)),
+        biases=nn.Parameter(torch.randn(3, 2)),
+    ),
     "packed sequences": lambda: made(
-        packed, torch.cat([tokens(7, 5), torch.tensor([[3, 5, 1, 2, 4, 5, 2]]).T], 1),
-        words=nn.Embedding(5, 3), seq=nn.LSTM(3, 4, batch_first=True), out=nn.Linear(4, 2)),
+        packed,
+        torch.cat([tokens(7, 5), torch.tensor([[3, 5, 1, 2, 4, 5, 2]]).T], 1),
+        words=nn.Embedding(5, 3),
+        seq=nn.LSTM(3, 4, batch_first=True),
+        out=nn.Linear(4, 2),
+    ),
     "a batch's distinct words": lambda: made(
-        distinct, torch.cat([torch.tensor([[0, 1, 2, 3, 1, 1, 2]]).T, X[:, :1]], 1),
-        words=nn.Embedding(4, 3), out=nn.Linear(3, 2)),
+        distinct,
+        torch.cat([torch.tensor([[0, 1, 2, 3, 1, 1, 2]]).T, X[:, :1]], 1),
+        words=nn.Embedding(4, 3),
+        out=nn.Linear(3, 2),
+    ),
     "overwritten after it was read": lambda: made(
-        overwritten, X + 9 * torch.tensor([[0, 1, 1, 0, 1, 1, 0]]).T, one=nn.Linear(3, 4),
-        gain=gain(), out=nn.Linear(4, 2)),
+        overwritten,
+        X + 9 * torch.tensor([[0, 1, 1, 0, 1, 1, 0]]).T,
+        one=nn.Linear(3, 4),
+        gain=gain(),
+        out=nn.Linear(4, 2),
+    ),
     "scores beside what is made of them": lambda: made(
-        gated, X + 9 * torch.tensor([[0, 1, 1, 0, 1, 1, 0]]).T, inner=nn.Linear(3, 3),
-        router=Router(3, 3), out=nn.Linear(3, 2)),
+        gated,
+        X + 9 * torch.tensor([[0, 1, 1, 0, 1, 1, 0]]).T,
+        inner=nn.Linear(3, 3),
+        router=Router(3, 3),
+        out=nn.Linear(3, 2),
+    ),
     "random in training": lambda: Task(stacked(gain(), 4).train(), (X, torch.arange(7) % 2)),
     "forces": lambda: made(forces, X, one=nn.Linear(3, 4), out=nn.Linear(4, 1)),
-    **{f"a bias that torch spreads, {len(shape)}": lambda shape=shape: task_of(
-        Case(stacked(nn.Tanh(), *shape), X)) for shape in ((), (1,), (1, 4))},
-}  # fmt: skip
+    **{
+        f"a bias that torch spreads, {len(shape)}": lambda shape=shape: task_of(
+            Case(stacked(nn.Tanh(), *shape), X)
+        )
+        for shape in ((), (1,), (1, 4))
+    },
+}
 READ = {  # the probe must be deceived for these
     "routed one per example on the probe only": {"left.weight": "linear", "right.bias": "linear"},
     "more calls than on the probe": {"cell.weight": "linear"},

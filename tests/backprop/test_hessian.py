@@ -25,7 +25,8 @@ LIKELIHOODS = ("categorical", "bernoulli", "gaussian", "poisson")
 
 
 def problem(likelihood: str, *, conv: bool = False, **options: Any) -> Task:
-    n, c = 11, 3 if likelihood == "categorical" else 2
+    n = 11
+    c = 3 if likelihood == "categorical" else 2
     with seeded(0):
         if conv:
             layers = [nn.Conv2d(1, 2, 3), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, c)]
@@ -42,7 +43,8 @@ def problem(likelihood: str, *, conv: bool = False, **options: Any) -> Task:
 def dense(task: Task) -> Tensor:
     """The whole matrix by autograd: torch.func's disagrees with finite differences for LayerNorm
     (torch 2.13)."""
-    (x, y), params = task.dataset.tensors, task.parameters()
+    x, y = task.dataset.tensors
+    params = task.parameters()
     sizes = [p.numel() for p in params.values()]
 
     def loss(vector: Tensor) -> Tensor:
@@ -50,9 +52,9 @@ def dense(task: Task) -> Tensor:
         f = functional_call(task.model, {n: v.view(p.shape) for (n, p), v in parts}, (x,))
         return task.likelihood.nll(f, y).sum()
 
-    found = hessian(loss, flatten(params))
-    assert isinstance(found, Tensor)
-    return found
+    actual = hessian(loss, flatten(params))
+    assert isinstance(actual, Tensor)
+    return actual
 
 
 def vectors(task: Task, count: int = 3) -> dict[str, Tensor]:
@@ -89,18 +91,20 @@ def test_loss_and_gradient_come_from_the_same_passes() -> None:
     truth = nn.functional.cross_entropy(task.model(x), y, reduction="sum")
     grads = torch.autograd.grad(truth, list(task.model.parameters()))
     assert abs(loss - float(truth.detach())) < 1e-10
-    for found, expected in zip(gradient.values(), grads, strict=True):
-        assert relative(found, expected) < 1e-12
+    for actual, expected in zip(gradient.values(), grads, strict=True):
+        assert relative(actual, expected) < 1e-12
 
 
 def test_tensors_are_read_in_larger_batches_as_far_as_memory_goes() -> None:
-    x, y = normal(600, 4), torch.arange(600) % 3
+    x = normal(600, 4)
+    y = torch.arange(600) % 3
     with seeded(0):
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
         wide = nn.Sequential(nn.Linear(4, 40_000), nn.Tanh(), nn.Linear(40_000, 3)).double()
     few = Task(model, StackDataset(x, y), batch_size=8)
     many, large = (Task(m, (x, y), batch_size=8) for m in (model, wide))
-    order, params = torch.arange(600), many.parameters()
+    order = torch.arange(600)
+    params = many.parameters()
     assert examples_per_pass(few, params, order) == examples_per_pass(many, params, order[:9]) == 8
     assert examples_per_pass(many, params, order) > 600
     assert 8 < examples_per_pass(large, large.parameters(), order) < 400  # 640 kB each of 64 MiB
@@ -111,9 +115,9 @@ def test_tensors_are_read_in_larger_batches_as_far_as_memory_goes() -> None:
 
 def test_a_parameter_that_the_outputs_do_not_depend_on_has_no_curvature() -> None:
     model = graph(lambda m, x: m.used(x), used=nn.Linear(2, 1), idle=nn.Linear(2, 1))
-    found = product(Task(model, (normal(5, 2), normal(5)), likelihood="gaussian"))
-    assert not bool(found["idle.weight"].any())
-    assert bool(found["used.weight"].any())
+    actual = product(Task(model, (normal(5, 2), normal(5)), likelihood="gaussian"))
+    assert not bool(actual["idle.weight"].any())
+    assert bool(actual["used.weight"].any())
 
 
 class Odd(torch.autograd.Function):
@@ -133,8 +137,10 @@ class Odd(torch.autograd.Function):
 
 
 def test_operations_that_cannot_be_batched_go_one_by_one() -> None:
-    odd, plain = (graph(lambda m, x, f=f: f(m.layer(x)), layer=nn.Linear(3, 2))
-                  for f in (Odd.apply, torch.sin))  # fmt: skip
+    odd, plain = (
+        graph(lambda m, x, f=f: f(m.layer(x)), layer=nn.Linear(3, 2))
+        for f in (Odd.apply, torch.sin)
+    )
     odd.load_state_dict(plain.state_dict())
     data = normal(5, 3), normal(5, 2)
     ours, truth = (rows(product(Task(m, data, likelihood="gaussian"))) for m in (odd, plain))
@@ -144,7 +150,8 @@ def test_operations_that_cannot_be_batched_go_one_by_one() -> None:
 class Words(nn.Module):
     def __init__(self, table: nn.Module) -> None:
         super().__init__()
-        self.table, self.out = table, nn.Linear(3, 2)
+        self.table = table
+        self.out = nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.table(x)
@@ -152,15 +159,15 @@ class Words(nn.Module):
 
 
 def test_embeddings_of_sparse_gradients_have_the_products_of_others() -> None:
-    found = []
+    actual = []
     for sparse in (False, True):
         with seeded(0):
             model = Words(nn.Embedding(7, 3, sparse=sparse)).double()
             task = Task(model, (torch.randint(7, (9, 4)), torch.arange(9) % 2))
         slope = flatten(loss_and_gradient(task, task.parameters())[0])
-        found.append((slope, rows(product(task))))
+        actual.append((slope, rows(product(task))))
         assert model.table.sparse is sparse
-    assert all(bool(one.any()) and torch.equal(one, two) for one, two in zip(*found, strict=True))
+    assert all(bool(one.any()) and torch.equal(one, two) for one, two in zip(*actual, strict=True))
 
 
 def test_what_torch_cannot_differentiate_is_named() -> None:

@@ -64,10 +64,10 @@ def test_norms_of_every_name_are_read_by_themselves() -> None:
 @pytest.fixture(scope="module")
 def transformers() -> Any:
     """With the models' modules, whose import takes long."""
-    found = pytest.importorskip("transformers")
+    module = pytest.importorskip("transformers")
     for kind in KINDS:
-        getattr(found, f"{kind}ForCausalLM")
-    return found
+        getattr(module, f"{kind}ForCausalLM")
+    return module
 
 
 SMALL = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 12}
@@ -129,9 +129,11 @@ def test_a_tied_table_is_never_made_for_each_example() -> None:
 def test_half_precision_is_single_precision_up_to_rounding(
     dtype: torch.dtype, structure: str
 ) -> None:
-    half, single = language(dtype), language(torch.float32)
+    half = language(dtype)
+    single = language(torch.float32)
     eps = torch.finfo(dtype).eps
-    q, exact = fitted(half, structure), fitted(single, structure)
+    q = fitted(half, structure)
+    exact = fitted(single, structure)
     for name, m in q.mean.items():
         assert m.dtype == torch.float32
         assert relative(q.precision(name), exact.precision(name)) < 10 * eps
@@ -197,7 +199,8 @@ def test_frozen_weights_of_few_bits_under_an_adapter() -> None:
 
     with seeded(0):
         model = tiny_lm().to(torch.bfloat16).requires_grad_(False)
-        down, up = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+        down = nn.Linear(4, 2, bias=False)
+        up = nn.Linear(2, 4, bias=False)
         scale = model.mix.weight.abs().amax().item() / 127
         base = nn.Parameter((model.mix.weight / scale).round().to(torch.int8), False)
         model.mix = Graph(adapted, base=base, down=down, up=up)

@@ -34,18 +34,26 @@ def pooled(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tens
 def build(name: str, n: int, **options: Any) -> Task:
     """Single precision models with the kinds of cost that a chunk can have."""
     if name == "mlp":
-        model, x = mlp(100, 200, 8), normal(n, 100)
+        model = mlp(100, 200, 8)
+        x = normal(n, 100)
     elif name == "convolutions":
         with seeded(0):
             model = nn.Sequential(
-                nn.Conv2d(1, 6, 5, padding=2), nn.Tanh(), nn.MaxPool2d(2), nn.Conv2d(6, 12, 5),
-                nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(108, 8),
-            )  # fmt: skip
+                nn.Conv2d(1, 6, 5, padding=2),
+                nn.Tanh(),
+                nn.MaxPool2d(2),
+                nn.Conv2d(6, 12, 5),
+                nn.Tanh(),
+                nn.MaxPool2d(2),
+                nn.Flatten(),
+                nn.Linear(108, 8),
+            )
         x = normal(n, 1, 20, 20)
     else:  # attention of its own, or the library's, which has no rule
         library = name == "layer_without_a_rule"
         model = tiny_lm(vocabulary=50, width=32, longest=32, classes=8, library=library)
-        x, options["forward"] = tokens(n, 32, 50), pooled
+        x = tokens(n, 32, 50)
+        options["forward"] = pooled
     x = x.float() if x.is_floating_point() else x
     return Task(model.float(), (x, torch.arange(n) % 8), **options)
 
@@ -140,7 +148,8 @@ def test_the_budget_is_used() -> None:
     ],
 )
 def test_batch_sizes_and_budgets_are_kept(options: dict[str, int], sizes: list[int]) -> None:
-    task, seen = build("mlp", 10, **options), []
+    task = build("mlp", 10, **options)
+    seen = []
     q = posterior_for(task, "diag")
     task.model.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
     sensitivity(task, q)  # what is met for the first time is also recognised
@@ -157,7 +166,8 @@ def test_frozen_layers_cost_nothing() -> None:
         if args[0].requires_grad:
             args[0].register_hook(lambda grad: passes.append(module))
 
-    after_frozen, after_live = nn.Tanh(), nn.Tanh()
+    after_frozen = nn.Tanh()
+    after_live = nn.Tanh()
     frozen, live, last = (nn.Linear(3, 3) for _ in range(3))
     model = nn.Sequential(frozen, after_frozen, live, after_live, last).double()
     frozen.requires_grad_(False)

@@ -76,7 +76,9 @@ class Fragile(nn.Module):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).eval(), nn.Dropout(0.5))
         self.head = nn.Linear(4, 2)
-        self.error, self.after, self.calls = error, after, 0
+        self.error = error
+        self.after = after
+        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.body(x)
@@ -202,7 +204,8 @@ REFUSED = {
     "BatchNorm in training": (normed(nn.BatchNorm1d(4)), r"'1\.0'.*eval\(\)"),
     "SyncBatchNorm in training": (normed(nn.SyncBatchNorm(4)), r"'1\.0'.*eval\(\)"),
     "BatchNorm without statistics": (
-        normed(nn.BatchNorm1d(4, track_running_stats=False).eval()), r"'1\.0'.*GroupNorm",
+        normed(nn.BatchNorm1d(4, track_running_stats=False).eval()),
+        r"'1\.0'.*GroupNorm",
     ),
     "examples that are mixed a little": (part(lambda m, x: m.out(x - 1e-4 * x.mean(0))), "batch"),
     "chance": (part(lambda m, x: m.out(x + torch.randn_like(x))), "from call to call"),
@@ -210,12 +213,17 @@ REFUSED = {
     "overwritten before the way back": (part(overwritten), "in place"),
     "an error on the way back": (part(lambda m, x: m.out(Backward.apply(m.one(x)))), "no way back"),
     "reentrant checkpointing": (
-        checkpointed(partial(checkpoint, use_reentrant=True)), "checkpointing"),
+        checkpointed(partial(checkpoint, use_reentrant=True)),
+        "checkpointing",
+    ),
     "checkpointing of one's own": (checkpointed(Recomputed.apply), r"'two\.weight'.*checkpointing"),
     "gradients beyond half precision": (overflowing, "NaN or inf in float16: use model.float"),
-    **{f"{kind.__name__}, {o}": (table(kind, o), o)
-       for kind in (nn.Embedding, nn.EmbeddingBag) for o in ("max_norm", "scale_grad_by_freq")},
-}  # fmt: skip
+    **{
+        f"{kind.__name__}, {o}": (table(kind, o), o)
+        for kind in (nn.Embedding, nn.EmbeddingBag)
+        for o in ("max_norm", "scale_grad_by_freq")
+    },
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -239,13 +247,15 @@ def test_models_that_cannot_be_analysed_are_refused(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_checkpointing_works_where_nothing_is_run_again() -> None:
     """It runs the forward pass again with the model's own weights, after the swap is over."""
-    found = []
+    actual = []
     for run in (partial(checkpoint, use_reentrant=False), lambda inner, x: inner(x)):
         with seeded(0):
-            found.append(Task(checkpointed(run)(), (normal(6, 3), torch.arange(6) % 2)))
-    ours, plain = found
+            actual.append(Task(checkpointed(run)(), (normal(6, 3), torch.arange(6) % 2)))
+    ours, plain = actual
     elsewhere = {n: p + 0.1 for n, p in ours.parameters().items()}  # not the model's own weights
     fit = partial(fit_laplace, structure="diag", prior_precision=1.0)
-    for way in (lambda t: fit(t).precision("two.weight"),
-                lambda t: loss_and_gradient(t, elsewhere)[0]["two.weight"]):  # fmt: skip
+    for way in (
+        lambda t: fit(t).precision("two.weight"),
+        lambda t: loss_and_gradient(t, elsewhere)[0]["two.weight"],
+    ):
         assert torch.equal(way(ours), way(plain))

@@ -32,8 +32,9 @@ def twice(m: Any, x: Tensor) -> Tensor:
 
 def checkpointed(reentrant: bool) -> Callable[[Any, Tensor], Tensor]:
     def run(m: Any, x: Tensor) -> Tensor:
-        h = checkpoint(lambda v: torch.tanh(m.twice(torch.tanh(m.first(v)))), x,
-                       use_reentrant=reentrant)  # fmt: skip
+        h = checkpoint(
+            lambda v: torch.tanh(m.twice(torch.tanh(m.first(v)))), x, use_reentrant=reentrant
+        )
         return m.head(h)
 
     return run
@@ -85,7 +86,8 @@ def test_sums_and_squares_are_autograds(name: str, scale: float) -> None:
     terms = reader.terms()
     reader.tape.stop()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert len(gradients) == 6 and not unlike_autograd(terms, gradients, [x])
+    assert len(gradients) == 6
+    assert not unlike_autograd(terms, gradients, [x])
     assert unlike_autograd(terms, {name: 2 * g for name, g in gradients.items()}, [x])
     squares = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for i in range(N):
@@ -93,8 +95,8 @@ def test_sums_and_squares_are_autograds(name: str, scale: float) -> None:
         (losses(model(x[i : i + 1])).sum() * scale).backward()
         for name, p in model.named_parameters():
             squares[name] += p.grad.square()
-    found = {name: total for term in terms for name, total in term.square_sum().items()}
-    torch.testing.assert_close(found, squares)
+    actual = {name: total for term in terms for name, total in term.square_sum().items()}
+    torch.testing.assert_close(actual, squares)
 
 
 def test_autocast_and_a_gradient_scaler() -> None:

@@ -36,7 +36,8 @@ def outer(
     """Σ_t d_ct a_tᵀ, group by group, written out; ``patches`` have positions last in memory, d may
     be ``alike`` for all examples, or ``units`` too."""
     shape = (i, o) if turned else (g * o, i)
-    a, d = normal(B, g, t, i), [normal(B, g, t, o, seed=c + 1) for c in range(k)]
+    a = normal(B, g, t, i)
+    d = [normal(B, g, t, o, seed=c + 1) for c in range(k)]
     if patches:
         a = a.mT.contiguous().mT
     if units:
@@ -72,7 +73,8 @@ def dense(k: int = 2) -> tuple[Term, Tree]:
 
 def tied(k: int = 2, *, names=("w", "b"), first: bool = True) -> tuple[Term, Tree]:
     """A table of 6 words that is the read-out too, over 5 positions."""
-    (table, said), (matrix, truth) = rows(k, first=1), outer(t=5, o=6, i=2, k=k, names=names)
+    table, said = rows(k, first=1)
+    matrix, truth = outer(t=5, o=6, i=2, k=k, names=names)
     (term,) = merged([table, matrix] if first else [matrix, table])
     assert not isinstance(term, Dense)  # no table for each example
     return term, {n: said[n] + g if n in said else g for n, g in truth.items()}
@@ -166,8 +168,11 @@ def test_gram(made: tuple[Term, Tree]) -> None:
 @pytest.mark.parametrize("room", [None, 1])
 def test_products_and_combinations(made: tuple[Term, Tree], r: int, room: int | None) -> None:
     term, truth = made
-    stack, scale, j = like(truth, r), like(truth, seed=20), flat(truth, 2)
-    plain, scaled = flat(stack, 1), flat(stack, 1) * flat(scale, 0)
+    stack = like(truth, r)
+    scale = like(truth, seed=20)
+    j = flat(truth, 2)
+    plain = flat(stack, 1)
+    scaled = flat(stack, 1) * flat(scale, 0)
     ours = term.products(stack, dtype=torch.float64, room=room)
     assert relative(ours, torch.einsum("bkp,rp->bkr", j, plain)) < EXACT
     ours = term.products(stack, dtype=torch.float64, scale=scale, room=room)
@@ -205,7 +210,8 @@ def test_projections_on_matrices_of_rank_one(kind: str) -> None:
     for joint in term.joints():
         gradient = joint.join(truth)[:, 0]  # [B, g, O, I]
         g, o, i = gradient.shape[1:]
-        left, right = normal(g, o, 6, seed=3), normal(g, i, 6, seed=4)
+        left = normal(g, o, 6, seed=3)
+        right = normal(g, i, 6, seed=4)
         expected = torch.einsum("bgoi,gok,gik->bk", gradient, left, right)
         assert relative(term.projected(joint, left, right, 10), expected) < EXACT
         covered += float(gradient.square().sum())
@@ -239,9 +245,9 @@ def test_rotation(made: tuple[Term, Tree]) -> None:
 def test_factors_of_an_outer_product(kind: str) -> None:
     term, truth = KINDS[kind]()
     assert isinstance(term, Outer)
-    found = term.factors()
-    assert found is not None
-    joint, right, left = found
+    actual = term.factors()
+    assert actual is not None
+    joint, right, left = actual
     a = term.inputs
     if term.bias is not None:
         a = torch.cat([a, torch.ones_like(a[..., :1])], dim=-1)
@@ -260,7 +266,8 @@ def test_single_precision_products(turned: str, lead: tuple[int, ...], monkeypat
     """Those of oneDNN are torch's, whichever way their operands lie in memory."""
     monkeypatch.setattr(matmul, "MULTIPLICATIONS", 1)
     monkeypatch.setattr(matmul, "MULTIPLICATIONS_IN_BATCH", 1)
-    a, b = normal(*lead, 40, 30).float(), normal(*lead, 30, 20).float()
+    a = normal(*lead, 40, 30).float()
+    b = normal(*lead, 30, 20).float()
     a = a.mT.contiguous().mT if turned in ("left", "both") else a
     b = b.mT.contiguous().mT if turned in ("right", "both") else b
     truth = a.double() @ b.double()

@@ -23,7 +23,8 @@ NAMED = {
 def test_what_has_no_rule_is_named_once(name: str) -> None:
     with seeded(0):
         case: Case = CASES[name]()
-    task, words = task_of(case), NAMED[name]
+    task = task_of(case)
+    words = NAMED[name]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         jacobian_of(task, 3)

@@ -50,7 +50,8 @@ def index(folder: Path, text: str) -> None:
 
 def test_one_file_or_shards_or_the_links_of_a_hubs_cache(tmp_path: Path) -> None:
     """The numbers of the library; one fingerprint, which is of weights and not of their files."""
-    single, snapshot = tmp_path / "single", tmp_path / "snapshot"
+    single = tmp_path / "single"
+    snapshot = tmp_path / "snapshot"
     for folder in (single, snapshot):
         folder.mkdir()
     save_file(tensors(), single / "model.safetensors", metadata={"made": "elsewhere"})
@@ -61,13 +62,15 @@ def test_one_file_or_shards_or_the_links_of_a_hubs_cache(tmp_path: Path) -> None
     expected = fingerprint(Loaded("memory", tensors()), progress=False)
     for place in (single, single / "model.safetensors", blobs, snapshot):
         source = Folder.open(place)
-        found = source.tensors()
-        assert found.keys() == library.keys()
+        actual = source.tensors()
+        assert actual.keys() == library.keys()
         for name, value in library.items():
-            assert torch.equal(found[name], value) and found[name].dtype == value.dtype
+            assert torch.equal(actual[name], value)
+            assert actual[name].dtype == value.dtype
             assert source.specs[name].shape == value.shape
             for start, stop in ((0, 0), (0, 1), (4, 11), (14, 15)) if value.ndim == 2 else ():
-                start, stop = min(start, value.numel()), min(stop, value.numel())
+                start = min(start, value.numel())
+                stop = min(stop, value.numel())
                 piece = source.read(name, start, stop, Scratch())
                 assert torch.equal(piece, value.reshape(-1)[start:stop])
         assert fingerprint(source, progress=False) == expected
@@ -127,9 +130,15 @@ def test_what_is_no_model_is_refused(
 
 @pytest.mark.parametrize(
     "given",
-    [{}, [1], {"w": 1}, {1: torch.ones(1)}, {"w": torch.ones(1, device="meta")},
-     {"w": torch.eye(2).to_sparse()}],
-)  # fmt: skip
+    [
+        {},
+        [1],
+        {"w": 1},
+        {1: torch.ones(1)},
+        {"w": torch.ones(1, device="meta")},
+        {"w": torch.eye(2).to_sparse()},
+    ],
+)
 def test_what_is_no_state_dict_is_refused(given: Any) -> None:
     with pytest.raises(InputError, match="mine"):
         Loaded("mine", given)

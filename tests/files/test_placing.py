@@ -46,7 +46,8 @@ def test_two_runs_do_not_write_one_place(tmp_path: Path, mine: Any) -> None:
         if mine is held:
             with pytest.raises(StorageError, match="another run is writing"):
                 storage.write(target, ONE, {})
-    assert run.exitcode == 0 and not [*tmp_path.iterdir()]
+    assert run.exitcode == 0
+    assert not [*tmp_path.iterdir()]
     with mine(target):
         target.mkdir(exist_ok=True)
         (target / "mine").write_text("mine")
@@ -57,7 +58,8 @@ def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
     storage.write(tmp_path / "out", {"w": torch.zeros(1)}, {})
     with another_run(drafted, tmp_path / "out") as run:
         run.kill()
-    assert storage.read(tmp_path / "out")[0]["w"].tolist() == [0] and run.exitcode == -9
+    assert storage.read(tmp_path / "out")[0]["w"].tolist() == [0]
+    assert run.exitcode == -9
     (left,) = tmp_path.glob(".out.unfinished")
     assert [*left.iterdir()]
     storage.write(tmp_path / "out", ONE, {})

@@ -20,7 +20,8 @@ from blr_analysis.files import placing, shards, storage
 
 RECORD = {"kind": "ivon", "structure": "diag", "definition": "S", "n_data": 7, "groups": [[1, 2.5]]}
 SHARD = "precision-00001-of-00001.safetensors"
-INDEX, CONFIG = "precision.safetensors.index.json", "precision_config.json"
+INDEX = "precision.safetensors.index.json"
+CONFIG = "precision_config.json"
 BOTH = pytest.mark.parametrize("name", ["p.safetensors", "p"])
 INTEGERS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
@@ -40,7 +41,8 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
         assert left[name].dtype == right[name].dtype, name
         assert left[name].shape == right[name].shape, name
         bits = INTEGERS[left[name].dtype]
-        one, two = left[name].detach().contiguous(), right[name].detach().contiguous()
+        one = left[name].detach().contiguous()
+        two = right[name].detach().contiguous()
         assert torch.equal(one.view(bits), two.view(bits)), name
 
 
@@ -58,10 +60,10 @@ def test_tensors_of_any_kind_come_back(tmp_path: Path, name: str, limit: int) ->
         **{"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4).double()},
     }
     storage.write(tmp_path / "new" / name, tensors, RECORD, max_shard_bytes=limit)
-    found, returned = storage.read(tmp_path / "new" / name)
-    assert_same(found, tensors)
+    actual, returned = storage.read(tmp_path / "new" / name)
+    assert_same(actual, tensors)
     assert returned == {**RECORD, **storage.FORMAT}
-    assert not any(t.requires_grad for t in found.values())
+    assert not any(t.requires_grad for t in actual.values())
     assert [p.name for p in (tmp_path / "new").iterdir()] == [name]
     if limit > 1:
         files = [p for p in tmp_path.rglob("*.safetensors") if p.is_file()]
@@ -69,7 +71,8 @@ def test_tensors_of_any_kind_come_back(tmp_path: Path, name: str, limit: int) ->
 
 
 def test_a_folder_has_the_files_that_hugging_face_has(tmp_path: Path) -> None:
-    tensors, place = some_tensors(), tmp_path / "p"
+    tensors = some_tensors()
+    place = tmp_path / "p"
     storage.write(place, tensors, RECORD, max_shard_bytes=50)
     parts = [f"precision-0000{k}-of-00002.safetensors" for k in (1, 2)]
     assert sorted(p.name for p in place.iterdir()) == [*parts, INDEX, CONFIG]
@@ -79,7 +82,8 @@ def test_a_folder_has_the_files_that_hugging_face_has(tmp_path: Path) -> None:
     for name, file in index["weight_map"].items():
         assert_same({name: load_file(place / file)[name]}, {name: tensors[name]})
     record = json.loads((place / CONFIG).read_text())
-    assert record.pop("files").keys() == {*parts, INDEX} and len(record.pop("checksum")) == 64
+    assert record.pop("files").keys() == {*parts, INDEX}
+    assert len(record.pop("checksum")) == 64
     assert record == {**RECORD, **storage.FORMAT}
     for part in parts:
         (place / part).unlink()  # which the record is not in
@@ -101,10 +105,12 @@ def test_a_second_save_replaces_the_first(tmp_path: Path, name: str) -> None:
         os.umask(old)
     tensors, record = storage.read(tmp_path / name)
     assert_same(tensors, {"w": some_tensors()["net.bias"]})
-    assert record["n_data"] == 8 and link.is_symlink()
+    assert record["n_data"] == 8
+    assert link.is_symlink()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", name]
     written = [p for p in [tmp_path / name, *(tmp_path / name).rglob("*")] if p.is_file()]
-    assert written and {p.stat().st_mode & 0o777 for p in written} == {0o644}
+    assert written
+    assert {p.stat().st_mode & 0o777 for p in written} == {0o644}
 
 
 class Crash(BaseException):
@@ -265,14 +271,17 @@ def test_sums_go_on_only_where_they_are_the_same(tmp_path: Path) -> None:
     first.follow(sums)
 
     def goes_on(key: str, start: Tensor) -> bool:
-        again, found = storage.Unfinished(first.path, key), {"w": start.clone()}
-        again.follow(found)
+        again = storage.Unfinished(first.path, key)
+        actual = {"w": start.clone()}
+        again.follow(actual)
         taken = again.done == 5
-        assert again.done in (1, 5) and torch.equal(found["w"], sums["w"] if taken else start)
+        assert again.done in (1, 5)
+        assert torch.equal(actual["w"], sums["w"] if taken else start)
         return taken
 
     assert goes_on("key", torch.ones(2))
-    assert not goes_on("other", torch.ones(2)) and not goes_on("key", torch.ones(3))
+    assert not goes_on("other", torch.ones(2))
+    assert not goes_on("key", torch.ones(3))
     os.truncate(first.path, first.path.stat().st_size - 1)
     assert not goes_on("key", torch.ones(2))
     soon = storage.Unfinished(tmp_path / "soon", "key", done=1)

@@ -161,7 +161,8 @@ def test_a_merge_by_recipe_is_verified(tmp_path: Path) -> None:
     out = tmp_path / "out"
     execute(make_plan(job), out, max_shard_bytes=600, documents=lambda report: {"README.md": "x"})
     files = files_of(out)
-    assert set(verify(out).whole) == set(files) and len(list(out.glob("model-*"))) > 2
+    assert set(verify(out).whole) == set(files)
+    assert len(list(out.glob("model-*"))) > 2
     choose = random.Random(0)
     for file in files:
         content = file.read_bytes()
@@ -181,9 +182,10 @@ def test_what_is_missing_foreign_or_damaged_is_told_apart(tmp_path: Path) -> Non
     with pytest.raises(StorageError, match="other programs"):
         verify(tmp_path)
     saved_posterior(tmp_path / "q")
-    found = verify(tmp_path)
-    assert [p.name for p in found.unknown] == ["foreign.safetensors"] and len(found.whole) == 3
-    assert found.nbytes == sum(p.stat().st_size for p in (tmp_path / "q").iterdir())
+    actual = verify(tmp_path)
+    assert [p.name for p in actual.unknown] == ["foreign.safetensors"]
+    assert len(actual.whole) == 3
+    assert actual.nbytes == sum(p.stat().st_size for p in (tmp_path / "q").iterdir())
     shard = next((tmp_path / "q").glob("*.safetensors"))
     content = shard.read_bytes()
     shard.unlink()
@@ -221,8 +223,9 @@ def test_a_stray_shard_is_refused(tmp_path: Path) -> None:
 def test_shards_of_another_posterior_are_refused(tmp_path: Path) -> None:
     """Though each is whole."""
     for name, value in (("one", 1.0), ("two", 2.0)):
-        q = blr.Posterior({"w": torch.zeros(2)}, {"w": value * torch.ones(2)}, n_data=3,
-                          prior_precision=1.0)  # fmt: skip
+        q = blr.Posterior(
+            {"w": torch.zeros(2)}, {"w": value * torch.ones(2)}, n_data=3, prior_precision=1.0
+        )
         q.save(tmp_path / name)
     shard = next((tmp_path / "one").glob("*.safetensors"))
     shutil.copy(shard, tmp_path / "two" / shard.name)
@@ -262,7 +265,8 @@ def test_pieces_of_a_tensor_are_compared_when_all_were_read(tmp_path: Path) -> N
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    source, pieces = Folder.open(file), [(1024, 4096), (0, 512), (512, 1024)]
+    source = Folder.open(file)
+    pieces = [(1024, 4096), (0, 512), (512, 1024)]
 
     def read(*piece: int) -> Tensor:
         return source.read("w", *piece, Scratch())

@@ -27,11 +27,14 @@ from blr_analysis.huggingface.recording import recipe_of
 from blr_analysis.lightning import LightningCheckpoints, VariationalSteps
 from blr_analysis.snapshots import state_of
 
-N, BATCH, EPOCHS = 24, 4, 2
+N = 24
+BATCH = 4
+EPOCHS = 2
 EACH = N // BATCH  # steps of an epoch
 STEPS = EPOCHS * EACH
 G = torch.Generator().manual_seed(0)
-X, Y = torch.randn(N, 3, generator=G), torch.randint(2, (N,), generator=G)
+X = torch.randn(N, 3, generator=G)
+Y = torch.randint(2, (N,), generator=G)
 DATA = [{"x": x, "labels": y} for x, y in zip(X, Y, strict=True)]
 TOLD: dict[str, Any] = {
     "adamw": {"lr": 0.05, "weight_decay": 0.1},
@@ -140,8 +143,10 @@ class TrainerContract:
         assert runs[0].recipe.record == runs[1].recipe.record
         near(runs[0].recipe.initial, Net(""), 0, 0)
         tasks = [blr.Task(r.model.eval(), DATA, checkpoints=r.checkpoints) for r in runs]
-        states, posteriors = [t.checkpoints for t in tasks], [r.posterior().run for r in runs]
-        assert {*map(len, states)} == {3} and {*map(len, posteriors)} == {4}
+        states = [t.checkpoints for t in tasks]
+        posteriors = [r.posterior().run for r in runs]
+        assert {*map(len, states)} == {3}
+        assert {*map(len, posteriors)} == {4}
         for one, other in zip(*states, strict=True):
             near(one, other)
         for p, q in zip(*posteriors, strict=True):
@@ -182,18 +187,29 @@ class Ordered(Trainer):
 class TestTrainer(TrainerContract):
     @classmethod
     def trained(cls, kind: str, folder: Path, how: How) -> Run:
-        model, callback = Net(kind, seed=how.resume), CheckpointsCallback()
+        model = Net(kind, seed=how.resume)
+        callback = CheckpointsCallback()
         settings = {
-            "num_train_epochs": EPOCHS, "per_device_train_batch_size": BATCH, "report_to": [],
-            "disable_tqdm": True, "use_cpu": True, "logging_strategy": "no", "save_steps": EACH,
-            "lr_scheduler_type": "constant", "max_grad_norm": how.clip,
-            "gradient_accumulation_steps": how.count, "bf16": how.half == BFLOAT,
-        }  # fmt: skip
+            "num_train_epochs": EPOCHS,
+            "per_device_train_batch_size": BATCH,
+            "report_to": [],
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "logging_strategy": "no",
+            "save_steps": EACH,
+            "lr_scheduler_type": "constant",
+            "max_grad_norm": how.clip,
+            "gradient_accumulation_steps": how.count,
+            "bf16": how.half == BFLOAT,
+        }
         base = {"ivon": (IVONTrainer,), "adamw": ()}.get(kind, (VariationalTrainer,))
         run: Any = type("Mine", (*base, Ordered), {})(
-            model, TrainingArguments(str(folder), **settings), train_dataset=DATA,
-            callbacks=[callback], optimizers=(optimizer(kind, model), None),
-        )  # fmt: skip
+            model,
+            TrainingArguments(str(folder), **settings),
+            train_dataset=DATA,
+            callbacks=[callback],
+            optimizers=(optimizer(kind, model), None),
+        )
         scaler = float16_on_a_cpu(run.accelerator, how.half) if how.half not in FULL else None
         place = str(folder / f"checkpoint-{EACH}")
         run.train(resume_from_checkpoint=place if how.resume else None)
@@ -206,7 +222,8 @@ class TestTrainer(TrainerContract):
 class Module(lightning.pytorch.LightningModule):
     def __init__(self, kind: str, seed: int) -> None:
         super().__init__()
-        self.net, self.kind = Net(kind, seed), kind
+        self.net = Net(kind, seed)
+        self.kind = kind
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
         return self.net(**batch)["loss"]
@@ -218,7 +235,8 @@ class Module(lightning.pytorch.LightningModule):
 class TestLightning(TrainerContract):
     @classmethod
     def trained(cls, kind: str, folder: Path, how: How) -> Run:
-        module, callback = Module(kind, seed=how.resume), LightningCheckpoints(submodule="net")
+        module = Module(kind, seed=how.resume)
+        callback = LightningCheckpoints(submodule="net")
         saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
         draws = [] if kind == "adamw" else [VariationalSteps()]
         more: Any = {"precision": "bf16-mixed"} if how.half == BFLOAT else {}
@@ -226,15 +244,22 @@ class TestLightning(TrainerContract):
             scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
             more["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
         trainer = lightning.Trainer(
-            max_epochs=EPOCHS, callbacks=[callback, *draws, saver], logger=False,
-            accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
-            default_root_dir=str(folder), accumulate_grad_batches=how.count,
-            gradient_clip_val=how.clip or None, **more,
-        )  # fmt: skip
+            max_epochs=EPOCHS,
+            callbacks=[callback, *draws, saver],
+            logger=False,
+            accelerator="cpu",
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=str(folder),
+            accumulate_grad_batches=how.count,
+            gradient_clip_val=how.clip or None,
+            **more,
+        )
         loader: Any = DataLoader(DATA, batch_size=BATCH)  # type: ignore[arg-type]
         trainer.fit(module, loader, ckpt_path=folder / "epoch=0.ckpt" if how.resume else None)
         own: Any = trainer.optimizers[0]
-        assert "step" not in vars(own) and getattr(own, "_step_supports_amp_scaling", True)
+        assert "step" not in vars(own)
+        assert getattr(own, "_step_supports_amp_scaling", True)
         kept: Any = callback.checkpoints
         return Run(module.net, kept, callback.recipe, lambda: kept.posterior(n_data=N))
 
@@ -248,7 +273,9 @@ class TestAccelerate(TrainerContract):
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=how.count, **more)
         if how.half not in FULL:
             float16_on_a_cpu(accelerator, how.half)
-        model, loader = Net(kind, seed=how.resume), DataLoader(DATA, batch_size=BATCH)  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        model = Net(kind, seed=how.resume)
+        loader = DataLoader(DATA, batch_size=BATCH)
         net, wrapped, loader = accelerator.prepare(model, optimizer(kind, model), loader)
         own = wrapped.optimizer
         checkpoints = blr.Checkpoints(net, steps=STEPS, folder=folder / "run", optimizer=own)

@@ -48,7 +48,8 @@ TSV = "\n".join(f"{y}\t{t.replace(chr(9), ' ')}" for t, y in zip(TEXTS, LABELS, 
 
 @pytest.mark.parametrize("kind", WRITERS)
 def test_every_format_says_the_same(kind: str, tmp_path: Path) -> None:
-    path, spaces = tmp_path / f"d.{kind}", " " if kind == "tsv" else "\t"
+    path = tmp_path / f"d.{kind}"
+    spaces = " " if kind == "tsv" else "\t"
     WRITERS[kind](pd.DataFrame({"other": 1, "text": TEXTS, "label": LABELS}), path)
     table, where = data.read_rows(path)
     assert data.text_columns(table, where, None) == ("text",)

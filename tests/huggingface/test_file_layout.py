@@ -95,14 +95,16 @@ def test_a_precision_stands_as_the_files_hold_the_weights(
     folders: dict[str, Path], family: str, tmp_path: Path
 ) -> None:
     ours, record = storage.read(folders[family] / "precision")
-    of_truth, truth = build(family), squared_gradients(build(family))
+    of_truth = build(family)
+    truth = squared_gradients(build(family))
     with torch.no_grad():
         for name, p in of_truth.named_parameters():
             p.copy_(truth[name])
     tiny.save(tmp_path / "truth", of_truth)
     expected = load_file(tmp_path / "truth" / "model.safetensors")
     buffers = {name for name in expected if name.endswith("e_score_correction_bias")}
-    assert set(ours) == set(expected) - buffers and not record["frozen"]
+    assert set(ours) == set(expected) - buffers
+    assert not record["frozen"]
     for name, precision in ours.items():
         torch.testing.assert_close(precision, expected[name], rtol=1e-3, atol=1e-6, msg=name)
 
@@ -111,7 +113,8 @@ def test_a_precision_stands_as_the_files_hold_the_weights(
 def test_factors_of_weights_in_other_pieces_are_refused(
     folders: dict[str, Path], family: str, tmp_path: Path
 ) -> None:
-    texts, out = folders[family] / "texts.txt", tmp_path / "out"
+    texts = folders[family] / "texts.txt"
+    out = tmp_path / "out"
     with pytest.raises(ModelError, match=r"experts.*other pieces.*structure='diag'"):
         fisher(folders[family], texts, structure="kron", out=out)
     assert not out.exists()

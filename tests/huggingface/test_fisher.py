@@ -47,7 +47,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models with their data beside them."""
-    rows, places = [{"text": t, "label": i % 3} for i, t in enumerate(TEXTS)], {}
+    rows = [{"text": t, "label": i % 3} for i, t in enumerate(TEXTS)]
+    places = {}
     for name, (kind, task, more) in MODELS.items():
         place = tiny.save(tmp_path_factory.mktemp("model"), tiny.build(kind, task, **more))
         places[name] = write_rows(place / "data.jsonl", rows).parent
@@ -72,9 +73,10 @@ def logits_of(model: Any, tokenizer: Any, text: str) -> tuple[Tensor, Tensor]:
 
 
 def gradient(model: Any, loss: Tensor) -> dict[str, Tensor]:
-    named, how = dict(model.named_parameters()), {"retain_graph": True, "materialize_grads": True}
-    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True, **how)
-    return dict(zip(named, found, strict=True))
+    named = dict(model.named_parameters())
+    how = {"retain_graph": True, "materialize_grads": True}
+    actual = torch.autograd.grad(loss, list(named.values()), allow_unused=True, **how)
+    return dict(zip(named, actual, strict=True))
 
 
 def summed(gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -83,24 +85,25 @@ def summed(gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def empirical(folder: Path) -> dict[str, Tensor]:
     """Σ g², text by text, with the cross-entropy of torch."""
-    (model, tokenizer), found = reload(folder), []
+    model, tokenizer = reload(folder)
+    actual = []
     for i, text in enumerate(TEXTS):
         logits, ids = logits_of(model, tokenizer, text)
         if logits.ndim == 1:
             loss = F.cross_entropy(logits, torch.tensor(i % 3))
         else:
             loss = F.cross_entropy(logits[:-1], ids[1:], reduction="sum")
-        found.append(gradient(model, loss))
-    return summed(found)
+        actual.append(gradient(model, loss))
+    return summed(actual)
 
 
 def weighed(model: Any, logits: Tensor) -> list[dict[str, Tensor]]:
     """√p_c g_c of every class at every position: their squares add up to the Fisher."""
-    found = []
+    actual = []
     for loss in -logits.log_softmax(-1).reshape(-1):
         g = gradient(model, loss)
-        found.append({n: x * (-loss / 2).exp().detach() for n, x in g.items()})
-    return found
+        actual.append({n: x * (-loss / 2).exp().detach() for n, x in g.items()})
+    return actual
 
 
 def gap(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
@@ -127,18 +130,20 @@ def test_the_empirical_fisher_is_the_sum_of_squared_gradients(
 ) -> None:
     folder = models[name]
     result = on(folder, tmp_path / "p", kind="emp", seed=4)
-    found, record = storage.read(tmp_path / "p")
-    assert gap(found, empirical(folder)) < 1e-5
-    assert set(found) <= set(Folder.open(folder).specs)  # the names of the files
+    actual, record = storage.read(tmp_path / "p")
+    assert gap(actual, empirical(folder)) < 1e-5
+    assert set(actual) <= set(Folder.open(folder).specs)  # the names of the files
     assert (record["kind"], record["n_data"], record["prior_precision"]) == ("fisher_emp", N, 0)
     assert (record["samples"], record["seed"], record["examples"]) == (None, 4, N)
-    assert record["frozen"] == [] and "average" in record["definition"]
+    assert record["frozen"] == []
+    assert "average" in record["definition"]
     assert record["model_sha256"] == fingerprint(Folder.open(folder))
     tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings")
     assert bool(record["tied"]) == bool(tied and record["likelihood"] == "causal_lm")
-    assert set(open_precision(tmp_path / "p").stored) >= set(found)  # as a merge reads it
-    numbers = torch.cat([t.flatten() for t in found.values()])
-    sizes, zeros = (len(found), len(numbers), N, N, 0, 16), int((numbers == 0).sum())
+    assert set(open_precision(tmp_path / "p").stored) >= set(actual)  # as a merge reads it
+    numbers = torch.cat([t.flatten() for t in actual.values()])
+    sizes = (len(actual), len(numbers), N, N, 0, 16)
+    zeros = int((numbers == 0).sum())
     told = (*sizes, zeros / len(numbers), result.seconds)
     assert result == FisherResult(tmp_path / "p", "fisher_emp", *told)
 
@@ -154,7 +159,9 @@ def test_ggn_is_exact_and_sampled_labels_tend_to_it(models: Models, tmp_path: Pa
     for samples in (3, 150):
         on(bert, tmp_path / str(samples), samples=samples, seed=3)
     few, many = (apart(stored(tmp_path / k), truth) for k in ("3", "150"))
-    assert many < few / 3 and many < 0.15  # 1/√50 of it, but for chance
+    # 1/√50 of it, but for chance
+    assert many < few / 3
+    assert many < 0.15
     assert apart(empirical(bert), truth) > 2 * many  # another quantity
 
 
@@ -176,7 +183,8 @@ def test_labels_are_drawn_by_example_and_seed(name: str, tmp_path: Path, models:
     on(models[name], tmp_path / "again", tmp_path / "d.txt", seed=5, memory_budget=1)  # one a pass
     on(models[name], tmp_path / "other", seed=6)
     one, again, other = (stored(tmp_path / out) for out in ("one", "again", "other"))
-    assert gap(one, again) < 1e-5 and gap(one, other) > 1e-3
+    assert gap(one, again) < 1e-5
+    assert gap(one, other) > 1e-3
     assert read_precision_record(tmp_path / "one")["samples"] == 1
 
 
@@ -221,7 +229,8 @@ def test_some_of_the_examples_stand_for_all(models: Models, tmp_path: Path) -> N
     few = write_rows(tmp_path / "d.jsonl", [{"text": TEXTS[i], "label": i % 3} for i in order])
     on(bert, tmp_path / "three", few, kind="emp")
     on(bert, tmp_path / "half", few, kind="emp", dtype=torch.bfloat16)
-    three, half = stored(tmp_path / "three"), stored(tmp_path / "half")
+    three = stored(tmp_path / "three")
+    half = stored(tmp_path / "half")
     assert all(torch.equal(t.bfloat16(), half[n]) for n, t in three.items())
     assert gap(stored(tmp_path / "some"), {n: t.double() * N / 3 for n, t in three.items()}) < 1e-5
 
@@ -233,11 +242,12 @@ def test_names_are_those_of_the_files(tmp_path: Path, models: Models) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
     fisher(model, models["llama"] / "data.jsonl", kind="emp")
-    found, record = storage.read(model / "precision")
-    assert set(found) == set(Folder.open(model).specs) and "wte.weight" in found
+    actual, record = storage.read(model / "precision")
+    assert set(actual) == set(Folder.open(model).specs)
+    assert "wte.weight" in actual
     assert record["tied"] == {"wte.weight": ["transformer.wte.weight", "lm_head.weight"]}
     truth = empirical(tiny.save(tmp_path / "w", whole))
-    assert gap(found, {n.removeprefix("transformer."): t for n, t in truth.items()}) < 1e-5
+    assert gap(actual, {n.removeprefix("transformer."): t for n, t in truth.items()}) < 1e-5
 
 
 @pytest.mark.slow
@@ -251,7 +261,8 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(
     llama = models["llama"]
     options: Any = {"structure": structure} | ({} if structure == "gram" else {"memory_budget": 1})
     at = f"out{at}.unfinished"
-    follow, take_up = storage.Unfinished.follow, storage.Unfinished.take_up
+    follow = storage.Unfinished.follow
+    take_up = storage.Unfinished.take_up
     starts: dict[str, int] = {}
 
     def ended(self: Any, sums: Any) -> None:
@@ -265,11 +276,13 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(
         take_up(self, sums)
         starts[self.path.name] = self.done - before
 
-    place, out = tmp_path / "place", tmp_path / "place" / "out"
+    place = tmp_path / "place"
+    out = tmp_path / "place" / "out"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(storage.Unfinished, "follow", ended)
         on(llama, out, **options)
-    assert (place / at).is_file() and not out.exists()
+    assert (place / at).is_file()
+    assert not out.exists()
     monkeypatch.setattr(storage.Unfinished, "take_up", seen)
     begun = shutil.copytree(place, tmp_path / "begun")
     for seed in (0, 1):
@@ -278,7 +291,8 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(
         on(llama, out, **options, seed=seed, force=True)
         assert bool(starts[at]) == (seed == 0)
         assert not list(place.glob("*unfinished*"))
-        once, again = stored(tmp_path / f"whole{seed}"), stored(out)
+        once = stored(tmp_path / f"whole{seed}")
+        again = stored(out)
         assert all(torch.equal(t, again[n]) for n, t in once.items()), seed
 
 
@@ -304,10 +318,12 @@ def test_an_adapter_has_the_precision_of_what_it_changes(
         fisher(whole, llama / "data.jsonl", **how)
         ours, truth = (open_precision(p / "precision") for p in (place, whole))
         changed = [n for n in truth.source.specs if "q_proj" in n or "down_proj" in n]
-        assert changed and set(ours.source.specs) == set(changed)
+        assert changed
+        assert set(ours.source.specs) == set(changed)
         for name in changed:
             if "eigenvectors" not in name:
-                a, b = ours.source.tensor(name), truth.source.tensor(name)
+                a = ours.source.tensor(name)
+                b = truth.source.tensor(name)
                 assert float((a - b).norm()) < 1e-5 * float(b.norm())
     how = {"precisions": [place / "precision" for place in places], "method": "fisher"}
     blr.merge(llama, places, out=tmp_path / "out", **how)
@@ -338,7 +354,8 @@ REFUSED: dict[str, tuple[Case, type[BLRError], str]] = {
 def test_what_cannot_be_is_refused_and_leaves_nothing(
     case: str, models: Models, tmp_path: Path
 ) -> None:
-    bert, llama = models["bert"], models["llama"]
+    bert = models["bert"]
+    llama = models["llama"]
     (bert / "bad.csv").write_text("text,label\na,0\nb,3\n")
     (bert / "d.txt").write_text("a film\n")
     ask, error, words = REFUSED[case]

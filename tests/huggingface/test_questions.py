@@ -365,4 +365,5 @@ def test_a_posterior_of_sequences_says_that_labels_were_drawn(llm: Path, tmp_pat
     texts = [{"text": text} for text in tiny.sentences(3, low=3)]
     task = language_task(load_model(llm), written(tmp_path / "d.jsonl", texts))
     q = blr.fit_laplace(task, structure="kron", prior_precision=1.0)
-    assert q.record["kind"] == "fisher_mc" and "1 drawn label of each token" in q.note
+    assert q.record["kind"] == "fisher_mc"
+    assert "1 drawn label of each token" in q.note

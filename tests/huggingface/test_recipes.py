@@ -19,7 +19,8 @@ from blr_analysis.huggingface import CheckpointsCallback
 from blr_analysis.sensitivity.training import trained, whole_data
 from blr_analysis.snapshots import state_of
 
-N, STEPS = 8, 12
+N = 8
+STEPS = 12
 IDS = torch.randint(4, 12, (N, 4), generator=torch.Generator().manual_seed(0))
 DATA: list[dict[str, Tensor]] = [
     {"input_ids": ids, "labels": torch.tensor(i % 2)} for i, ids in enumerate(IDS)
@@ -85,9 +86,10 @@ def way_off(net: nn.Module, recipe: Any) -> float:
     """How far a training by the recipe ends from the model, of the way that the model went."""
     written = blr.Recipe(**json.loads(json.dumps(recipe.record)), initial=recipe.initial)
     task = blr.Task(net.eval(), DATA, recipe=written, progress=False)
-    found, ended = trained(task, whole_data(task), written, seed=0), state_of(net)
+    actual = trained(task, whole_data(task), written, seed=0)
+    ended = state_of(net)
     names = [name for name, _ in net.named_parameters()]
-    gap = torch.cat([(found[n] - ended[n]).flatten() for n in names]).norm()
+    gap = torch.cat([(actual[n] - ended[n]).flatten() for n in names]).norm()
     way = torch.cat([(recipe.initial[n] - ended[n]).flatten() for n in names]).norm()
     return float(gap / way)
 
@@ -96,9 +98,11 @@ def way_off(net: nn.Module, recipe: Any) -> float:
 @pytest.mark.parametrize("schedule", CARRIED)
 def test_every_schedule_is_carried(schedule: str, tmp_path: Path) -> None:
     """With weight decay, of which Trainer takes out biases and norms, and with clipping."""
-    net, how = model(), {"weight_decay": 5.0, "max_grad_norm": 0.05, **CARRIED[schedule]}
+    net = model()
+    how = {"weight_decay": 5.0, "max_grad_norm": 0.05, **CARRIED[schedule]}
     recipe = run(tmp_path, net, lr_scheduler_type=schedule, **how)
-    assert recipe.known and not recipe.note
+    assert recipe.known
+    assert not recipe.note
     assert way_off(net, recipe) < 1e-3
 
 
@@ -112,14 +116,16 @@ def test_accumulation_groups_and_other_schedules_are_carried(tmp_path: Path) -> 
     cycle = OneCycleLR(own, [0.02, 0.1], total_steps=STEPS, cycle_momentum=False)
     how = {"per_device_train_batch_size": N // 4, "gradient_accumulation_steps": 4}
     recipe = run(tmp_path, net, (own, cycle), **how)
-    assert recipe.known and recipe.batch_size == N
+    assert recipe.known
+    assert recipe.batch_size == N
     assert way_off(net, recipe) < 1e-3
 
 
 @pytest.mark.slow
 def test_a_run_that_ends_within_an_epoch(tmp_path: Path) -> None:
     recipe = run(tmp_path, model(), per_device_train_batch_size=3, max_steps=5)
-    assert recipe.known and recipe.steps(N) == 5
+    assert recipe.known
+    assert recipe.steps(N) == 5
 
 
 @pytest.mark.slow

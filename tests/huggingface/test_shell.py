@@ -33,7 +33,8 @@ def trained(folder: Path, way: str) -> Path:
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, rows[:2])))
     ids = tiny.tokenizer(pairs=False)(texts).input_ids
-    model, out = tiny.build("llama", "causal_lm", tie_word_embeddings=True), folder / "lm"
+    model = tiny.build("llama", "causal_lm", tie_word_embeddings=True)
+    out = folder / "lm"
     how: dict[str, Any] = {
         "num_train_epochs": 8,
         "per_device_train_batch_size": N,
@@ -77,7 +78,8 @@ def test_a_trainers_folder_is_indexed_queried_and_audited(
     half = run(capsys, "what-if", "lm", "data.jsonl", "-p", HALF, *question)
     assert plain[0] == half[0] == 0, half[2]
     assert ELSEWHERE[4:] not in plain[1] + plain[2]
-    assert ELSEWHERE in half[2] and ELSEWHERE[4:] in " ".join(half[1].split())
+    assert ELSEWHERE in half[2]
+    assert ELSEWHERE[4:] in " ".join(half[1].split())
     argv = ("lm", "data.jsonl", "--by", "none")
     code, said, err = run(capsys, "audit", *argv, *how, "--out", "whole")
     assert code == 0 and ELSEWHERE[4:] not in " ".join(said.split()), err

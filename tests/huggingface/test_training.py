@@ -57,19 +57,35 @@ def bert() -> Any:
 
 
 def prepared(
-    folder: Path, model: Any = None, *callbacks: TrainerCallback, data: Any = DATA,
-    kind: type[Trainer] = IVONTrainer, optimizer: Any = None, **settings: Any,
-) -> Any:  # fmt: skip
+    folder: Path,
+    model: Any = None,
+    *callbacks: TrainerCallback,
+    data: Any = DATA,
+    kind: type[Trainer] = IVONTrainer,
+    optimizer: Any = None,
+    **settings: Any,
+) -> Any:
     """Two steps an epoch, and a checkpoint after each epoch."""
     how = {
-        "num_train_epochs": 2, "save_steps": 2, "per_device_train_batch_size": 3,
-        "gradient_accumulation_steps": 2, "learning_rate": 0.1, "report_to": [], "use_cpu": True,
-        "disable_tqdm": True, "logging_strategy": "no", **settings,
-    }  # fmt: skip
+        "num_train_epochs": 2,
+        "save_steps": 2,
+        "per_device_train_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.1,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        **settings,
+    }
     return kind(
-        model or bert(), TrainingArguments(str(folder), **how), train_dataset=data,
-        eval_dataset=DATA, callbacks=[*callbacks], optimizers=(optimizer, None),
-    )  # fmt: skip
+        model or bert(),
+        TrainingArguments(str(folder), **how),
+        train_dataset=data,
+        eval_dataset=DATA,
+        callbacks=[*callbacks],
+        optimizers=(optimizer, None),
+    )
 
 
 def same(one: blr.Posterior, other: blr.Posterior) -> bool:
@@ -82,18 +98,21 @@ def test_a_mean_over_tokens_has_tokens_for_ess(tmp_path: Path, given: bool) -> N
     """One label of four does not count, beside the first, which nothing predicts."""
     labels = torch.where(torch.arange(4) == 2, -100, IDS)
     rows: Any = [{"input_ids": i, "labels": y} for i, y in zip(IDS, labels, strict=True)]
-    model, tokens = tiny.build("llama", "causal_lm"), 2 * N
+    model = tiny.build("llama", "causal_lm")
+    tokens = 2 * N
     own = blr.IVON(model.parameters(), lr=0.1, ess=tokens, weight_decay=1 / tokens)
     how: Any = {"data": rows, "save_strategy": "no", "optimizer": own if given else None}
     run = prepared(tmp_path, model, **how)
     before = torch.get_rng_state()
     group = run.create_optimizer().param_groups[0]
     assert torch.equal(torch.get_rng_state(), before)  # counting leaves the draws alone
-    assert group["ess"] == tokens and (given or run.optimizer.steps == 4)
+    assert group["ess"] == tokens
+    assert given or run.optimizer.steps == 4
     run.train()
     assert not list(tmp_path.iterdir())
     posterior = run.posterior()
-    assert posterior.n_data == N and posterior.prior_precision == pytest.approx(1.0)
+    assert posterior.n_data == N
+    assert posterior.prior_precision == pytest.approx(1.0)
     task = blr.Task(model, DataLoader(rows, batch_size=3), likelihood="causal_lm")
     assert bool(blr.sensitivity(task, posterior).self_influence.isfinite().all())
 
@@ -113,7 +132,8 @@ def test_a_mean_over_outputs_has_their_number_for_ess(tmp_path: Path, collated: 
     run.train()
     q = run.posterior()
     assert run.optimizer.optimizer.param_groups[0]["ess"] == 2 * N
-    assert q.n_data == N and q.prior_precision == pytest.approx(1.0)
+    assert q.n_data == N
+    assert q.prior_precision == pytest.approx(1.0)
 
 
 def test_the_best_checkpoint_brings_its_own_precision_and_recipe(tmp_path: Path) -> None:
@@ -154,7 +174,8 @@ def recipe_of_way(model: torch.nn.Module) -> dict[str, Any]:
 
 def test_a_callback_writes_checkpoints_and_recipe(tmp_path: Path) -> None:
     """The same ones after a resumption."""
-    callback, model = CheckpointsCallback(), bert()
+    callback = CheckpointsCallback()
+    model = bert()
     prepared(tmp_path, model, callback, **WAY).train()
     written = read_record(tmp_path / "_run" / "recipe.json")
     assert written == recipe_of_way(model)
@@ -164,7 +185,8 @@ def test_a_callback_writes_checkpoints_and_recipe(tmp_path: Path) -> None:
     resumed = prepared(tmp_path, bert(), callback, **WAY)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     posteriors = callback.checkpoints.posterior(n_data=N).run  # type: ignore[union-attr]
-    assert len(kept) == 4 and all(map(same, kept, posteriors))
+    assert len(kept) == 4
+    assert all(map(same, kept, posteriors))
 
 
 def test_a_trainers_folder_tells_checkpoints_and_recipe(
@@ -176,17 +198,20 @@ def test_a_trainers_folder_tells_checkpoints_and_recipe(
     assert (tmp_path / "checkpoint-4" / "training_args.bin").exists()  # a pickle
     monkeypatch.setattr("torch.load", lambda *_, **__: pytest.fail("a pickle is read"))
     task = blr.Task(model.eval(), DATA, **training_of(tmp_path))
-    assert task.recipe is not None and task.recipe.record == expected
+    assert task.recipe is not None
+    assert task.recipe.record == expected
     assert task.recipe.initial is not None
     beside = blr.Task(model, DATA, checkpoints=tmp_path)  # of the Trainer's own checkpoint-*
     torch.testing.assert_close([*task.checkpoints], [*beside.checkpoints], rtol=0, atol=0)
-    assert beside.recipe is not None and beside.recipe.record == expected
+    assert beside.recipe is not None
+    assert beside.recipe.record == expected
     assert beside.recipe.initial is not None
     half = bert()
     half.load_state_dict(load_file(tmp_path / "checkpoint-8" / "model.safetensors"))
     assert blr.Task(half, DATA, checkpoints=tmp_path).recipe.epochs == 4  # type: ignore[union-attr]
     early = training_of(tmp_path / "checkpoint-4")
-    assert early["recipe"].epochs == 2 and early["checkpoints"] == tmp_path / "_run"
+    assert early["recipe"].epochs == 2
+    assert early["checkpoints"] == tmp_path / "_run"
     assert read_precision_record(tmp_path / "checkpoint-4/precision")["recipe"]["epochs"] == 2
     shutil.rmtree(tmp_path / "_run")  # as without the callback
     assert training_of(tmp_path) == {"checkpoints": tmp_path}
@@ -204,8 +229,10 @@ def test_a_language_models_folder_is_a_task_with_its_training(tmp_path: Path) ->
     run.train()
     tiny.save(tmp_path / "lm", model, pairs=False)
     task = language_task(load_language_model(tmp_path / "lm"), tmp_path / "data.txt")
-    assert len(task.checkpoints) == 3 and task.recipe is not None
-    told, expected = task.recipe.record or {}, {"lr": 0.1, "epochs": 8, "batch_size": 6}
+    assert len(task.checkpoints) == 3
+    assert task.recipe is not None
+    told = task.recipe.record or {}
+    expected = {"lr": 0.1, "epochs": 8, "batch_size": 6}
     expected |= {"optimizer": "ivon", "steps": 16, "ess": 4 * N}
     assert {k: told[k] for k in expected} == expected
     assert run.optimizer.optimizer.param_groups[0]["batch_size"] == 4 * 6  # tokens of a step
@@ -254,15 +281,18 @@ def test_a_precision_lies_in_every_checkpoint(tmp_path: Path, kind: str) -> None
         by_hand = N * (state[p]["exp_avg_sq"] / (1 - 0.999**4)).sqrt()
         torch.testing.assert_close(stored[name], by_hand, rtol=1e-5, atol=0)
     assert (record["kind"], record["n_data"], record["step"]) == ("adam_v", N, 4)
-    assert record["prior_precision"] == 0 and record["definition"] == "H = N*sqrt(v_hat)"
-    assert record["recipe"]["optimizer"] == "adamw" and record["recipe"]["batch_size"] == 6
+    assert record["prior_precision"] == 0
+    assert record["definition"] == "H = N*sqrt(v_hat)"
+    assert record["recipe"]["optimizer"] == "adamw"
+    assert record["recipe"]["batch_size"] == 6
     assert record["model_sha256"] == fingerprint(Folder.open(place), progress=False)
     known: Any = {"n_data": N, "prior_precision": 2.0}
     truth = from_optimizer(run.optimizer, model, **known)
     q = blr.Posterior.load(place / "precision", model=place, prior_precision=2.0)
     read = from_checkpoint(place, model, **known)  # the Trainer's own, without our callback
     for name, s in truth.precision.items():
-        assert torch.equal(q.precision(name), s) and torch.equal(read.precision[name], s)
+        assert torch.equal(q.precision(name), s)
+        assert torch.equal(read.precision[name], s)
         assert torch.equal(q.mean[name], read.mean[name])
 
 
@@ -275,7 +305,8 @@ def test_ivons_precision_has_its_prior_and_a_stream_its_length(tmp_path: Path) -
     place = tmp_path / "checkpoint-4"
     q = blr.Posterior.load(place / "precision", model=place)
     assert same(q, blr.Posterior.from_optimizer(run.optimizer.optimizer, run.model))
-    assert q.record["kind"] == "ivon" and q.prior_precision == pytest.approx(N * 0.1)
+    assert q.record["kind"] == "ivon"
+    assert q.prior_precision == pytest.approx(N * 0.1)
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(bert(), peft.LoraConfig(target_modules=["query"]))
     prepared(tmp_path / "lora", adapted, TrainerPrecision(), kind=Trainer).train()
@@ -323,9 +354,11 @@ def test_an_evaluation_adds_perplexity_and_averages_predictions(tmp_path: Path, 
     def probabilities(logits: Tensor) -> Tensor:
         if is_lm:
             kept = labels[:, 1:] != -100
-            chosen, of = logits[:, :-1][kept], labels[:, 1:][kept]
+            chosen = logits[:, :-1][kept]
+            of = labels[:, 1:][kept]
         else:
-            chosen, of = logits, labels
+            chosen = logits
+            of = labels
         return chosen.double().softmax(-1)[torch.arange(len(of)), of]
 
     optimizer.sampled_params = recorded
@@ -334,10 +367,10 @@ def test_an_evaluation_adds_perplexity_and_averages_predictions(tmp_path: Path, 
         with pytest.raises(InputError, match="draws must be a whole number"):
             run.evaluate(draws=draws)
     assert len(run.state.log_history) == logged
-    found = run.evaluate(draws=3)
+    actual = run.evaluate(draws=3)
     expected = -torch.stack(by_draw).mean(0).log().mean()
-    assert found["eval_averaged_loss"] == pytest.approx(float(expected), rel=1e-5)
-    assert run.state.log_history[-1]["eval_averaged_loss"] == found["eval_averaged_loss"]
+    assert actual["eval_averaged_loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert run.state.log_history[-1]["eval_averaged_loss"] == actual["eval_averaged_loss"]
 
 
 def test_a_callback_leaves_all_that_an_analysis_asks_for(tmp_path: Path) -> None:
@@ -353,11 +386,15 @@ def test_a_callback_leaves_all_that_an_analysis_asks_for(tmp_path: Path) -> None
     run = prepared(tmp_path, model, callback, kind=Trainer, data=rows, **how)
     run.train()
     task = callback.task(rows, likelihood="causal_lm")
-    assert len(task.checkpoints) > 1 and task.recipe.optimizer == "adamw"
+    assert len(task.checkpoints) > 1
+    assert task.recipe.optimizer == "adamw"
     q = callback.posterior()
-    assert q.structure == "kron" and len(q.earlier) > 1 and q.n_data == N
+    assert q.structure == "kron"
+    assert len(q.earlier) > 1
+    assert q.n_data == N
     stored = blr.Posterior.load(tmp_path / "_run" / "posterior.safetensors")
-    assert same(stored, q) and len(stored.earlier) == len(q.earlier)
+    assert same(stored, q)
+    assert len(stored.earlier) == len(q.earlier)
     assert bool(blr.sensitivity(task, q).self_influence.isfinite().all())
 
 
@@ -376,9 +413,13 @@ def test_recorded_factors_go_on_after_a_resumption(tmp_path: Path, has_sums: boo
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
     how: dict[str, Any] = {
-        "kind": Trainer, "data": rows, "optim": "adamw_torch", "learning_rate": 1e-3,
-        "num_train_epochs": 6, "lr_scheduler_type": "constant",
-    }  # fmt: skip
+        "kind": Trainer,
+        "data": rows,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-3,
+        "num_train_epochs": 6,
+        "lr_scheduler_type": "constant",
+    }
 
     def adapted() -> Any:
         torch.manual_seed(0)
@@ -414,10 +455,16 @@ def test_trls_trainer_leaves_the_same(tmp_path: Path) -> None:
     tokenizer.eos_token = "[SEP]"
     texts = tiny.sentences(N, low=4)
     how: dict[str, Any] = {
-        "num_train_epochs": 8, "save_steps": 4, "per_device_train_batch_size": 3, "report_to": [],
-        "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no", "bf16": False,
+        "num_train_epochs": 8,
+        "save_steps": 4,
+        "per_device_train_batch_size": 3,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "bf16": False,
         "max_length": 16,
-    }  # fmt: skip
+    }
 
     def trained(kind: Any, folder: Path, rate: float, callback: Any = None) -> Any:
         model = peft.get_peft_model(tiny.build("llama", "causal_lm"), config)
@@ -439,15 +486,17 @@ def test_trls_trainer_leaves_the_same(tmp_path: Path) -> None:
     callback = BLRCallback(prior_precision=1.0)
     trained(trl.SFTTrainer, tmp_path / "plain", 1e-3, callback)
     q = callback.posterior()
-    assert q.structure == "kron" and len(q.earlier) == 3
-    assert callback.recipe is not None and callback.recipe.optimizer == "adamw"
+    assert q.structure == "kron"
+    assert len(q.earlier) == 3
+    assert callback.recipe is not None
+    assert callback.recipe.optimizer == "adamw"
 
     class Drawing(VariationalTrainer, trl.SFTTrainer):
         pass
 
-    found = trained(Drawing, tmp_path / "drawn", 0.1).evaluate(draws=2)
-    assert found["eval_perplexity"] == pytest.approx(math.exp(found["eval_loss"]), rel=1e-3)
-    assert found["eval_averaged_loss"] > 0
+    actual = trained(Drawing, tmp_path / "drawn", 0.1).evaluate(draws=2)
+    assert actual["eval_perplexity"] == pytest.approx(math.exp(actual["eval_loss"]), rel=1e-3)
+    assert actual["eval_averaged_loss"] > 0
 
 
 def test_a_model_that_cannot_be_recorded_is_trained_all_the_same(tmp_path: Path) -> None:
@@ -456,7 +505,8 @@ def test_a_model_that_cannot_be_recorded_is_trained_all_the_same(tmp_path: Path)
     run = prepared(tmp_path, bert(), callback, kind=Trainer, optim="adamw_torch")
     with pytest.warns(UserWarning, match="no factors are recorded: .*position_embeddings"):
         run.train()
-    assert callback.recipe is not None and len(callback.task(DATA).checkpoints) > 0
+    assert callback.recipe is not None
+    assert len(callback.task(DATA).checkpoints) > 0
     with pytest.raises(InputError, match="no factors"):
         callback.posterior()
 

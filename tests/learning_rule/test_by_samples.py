@@ -106,10 +106,12 @@ def test_the_posterior_of_each_family(name: str) -> None:
         start, loss, rho=0.4, n_iter=60, samples=300, generator=generator(), progress=False
     )
     target = start.with_natural({key: torch.as_tensor(value) for key, value in expected.items()})
-    assert type(fitted.q) is type(start) and fitted.converged
+    assert type(fitted.q) is type(start)
+    assert fitted.converged
     assert bool((fitted.q.kl(target) < 2e-3).all())
     wide = target.log_partition().sum() - start.log_partition().sum()  # it had a way to go
-    assert float(start.kl(target).sum()) > 0.05 and math.isfinite(float(wide))
+    assert float(start.kl(target).sum()) > 0.05
+    assert math.isfinite(float(wide))
 
 
 @pytest.mark.parametrize("name", ["Gamma", "Beta", "full Gaussian", "fixed Gaussian"])
@@ -197,8 +199,12 @@ def test_losses_that_torch_cannot_vectorise_and_what_has_no_gradient() -> None:
     torch.testing.assert_close(one.q.natural, other.q.natural)
     start = DiagonalGaussian(torch.zeros(1), torch.ones(1))
     settings |= {"n_iter": 200, "samples": 400, "rho": 0.1, "tol": 0.1, "generator": source}
-    fitted = fit(start, lambda t: 4.0 * (t < 0).float().sum() + t.square().sum() / 2,
-                 gradients="score", **settings)  # fmt: skip
+    fitted = fit(
+        start,
+        lambda t: 4.0 * (t < 0).float().sum() + t.square().sum() / 2,
+        gradients="score",
+        **settings,
+    )
     assert float(fitted.mean) > 0.5  # most of the mass above 0
 
 
@@ -230,15 +236,29 @@ def test_a_fit_that_is_not_at_rest_says_so(rho: Any, n_iter: int) -> None:
     """Also where steps are so small that nothing seems to move."""
     start = DiagonalGaussian(torch.full((1,), -20.0), torch.ones(1))
     with pytest.warns(NotConverged, match="from its rest"):
-        fitted = fit(start, lambda t: t.square().sum(), rho=rho, n_iter=n_iter,
-                     generator=generator(), progress=False)  # fmt: skip
-    assert not fitted.converged and abs(float(fitted.mean)) > 1
+        fitted = fit(
+            start,
+            lambda t: t.square().sum(),
+            rho=rho,
+            n_iter=n_iter,
+            generator=generator(),
+            progress=False,
+        )
+    assert not fitted.converged
+    assert abs(float(fitted.mean)) > 1
 
 
 def test_a_mixture_of_gaussians_is_a_family_too() -> None:
     """Both components find the quadratic, each with its own draws."""
     parts = DiagonalGaussian(torch.tensor([[-1.0], [1.0]]), torch.ones(2, 1))
     start = GaussianMixture(torch.tensor([0.5, 0.5]), parts)
-    fitted = fit(start, lambda t: 2 * (t["theta"] - 3).square().sum(), rho=0.3, n_iter=60,
-                 samples=200, generator=generator(), progress=False)  # fmt: skip
+    fitted = fit(
+        start,
+        lambda t: 2 * (t["theta"] - 3).square().sum(),
+        rho=0.3,
+        n_iter=60,
+        samples=200,
+        generator=generator(),
+        progress=False,
+    )
     assert fitted.q.components.mean == pytest.approx(torch.full((2, 1), 3.0), abs=0.1)

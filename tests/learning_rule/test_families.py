@@ -44,7 +44,8 @@ class Parameters:
 
     def __init__(self, seed: int, copies: tuple[int, ...] = (), size: int = 3) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        self.copies, self.size = copies, size
+        self.copies = copies
+        self.size = size
 
     def real(self, *event: int) -> Tensor:
         shape = (*self.copies, *event)
@@ -157,12 +158,14 @@ def leaves(given: Natural) -> Natural:
 def gradients(value: Tensor, at: Natural) -> Natural:
     if not value.requires_grad:
         return {k: torch.zeros_like(v) for k, v in at.items()}
-    found = torch.autograd.grad(value, list(at.values()), allow_unused=True, materialize_grads=True)
-    return dict(zip(at, found, strict=True))
+    actual = torch.autograd.grad(
+        value, list(at.values()), allow_unused=True, materialize_grads=True
+    )
+    return dict(zip(at, actual, strict=True))
 
 
-def assert_same(found: Any, wanted: Any, tolerance: float = 1e-10) -> None:
-    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+def assert_same(actual: Any, expected: Any, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def tree(value: Any, f: Callable[[Tensor], Tensor]) -> Any:
@@ -201,8 +204,8 @@ class TestContract:
     ) -> None:
         q = make(name, seed, copies, size)
         natural = leaves(q.natural)
-        found = gradients(q.with_natural(natural).log_partition().sum(), natural)
-        assert_same(found, q.expectation)
+        actual = gradients(q.with_natural(natural).log_partition().sum(), natural)
+        assert_same(actual, q.expectation)
 
     @every_family
     @few
@@ -213,9 +216,9 @@ class TestContract:
         q = make(name, seed, copies, size)
         expectation = leaves(q.expectation)
         moved = q.with_expectation(expectation)
-        found = gradients(moved.entropy().sum(), expectation)
+        actual = gradients(moved.entropy().sum(), expectation)
         base = q.base_gradient()  # of the entropy as well: H = A − ⟨λ, μ⟩ − E[log h]
-        assert_same(found, {k: -v - base[k] for k, v in q.natural.items()}, 1e-8)
+        assert_same(actual, {k: -v - base[k] for k, v in q.natural.items()}, 1e-8)
 
     @every_family
     @few
@@ -225,9 +228,9 @@ class TestContract:
     ) -> None:
         q = make(name, seed, copies, size)
         theta = q.sample(4, generator=torch.Generator().manual_seed(seed))
-        found = q._inner(q.natural, q.statistics(theta)) + q.log_base(theta) - q.log_partition()
+        actual = q._inner(q.natural, q.statistics(theta)) + q.log_base(theta) - q.log_partition()
         assert q.log_prob(theta).shape == (4, *copies)
-        assert_same(q.log_prob(theta), found)
+        assert_same(q.log_prob(theta), actual)
         inner = q._inner(q.natural, q.expectation)
         assert_same(q.entropy(), q.log_partition() - inner - q.expected_log_base())
 
@@ -238,7 +241,8 @@ class TestContract:
         self, name: str, seed: int, copies: tuple[int, ...], size: int
     ) -> None:
         p = Parameters(seed, copies, size)
-        q, other = FAMILIES[name].make(p), FAMILIES[name].make(p)
+        q = FAMILIES[name].make(p)
+        other = FAMILIES[name].make(p)
         gap = {k: other.natural[k] - v for k, v in q.natural.items()}
         bregman = other.log_partition() - q.log_partition() - q._inner(gap, q.expectation)
         assert_same(q.kl(other), bregman, 1e-9)
@@ -251,7 +255,8 @@ class TestContract:
         self, name: str, size: int
     ) -> None:
         q = make(name, 7, (), size)
-        keys, shapes = list(q.natural), [v.shape for v in q.natural.values()]
+        keys = list(q.natural)
+        shapes = [v.shape for v in q.natural.values()]
         counts = [v.numel() for v in q.natural.values()]
 
         def unflat(vector: Tensor) -> Natural:
@@ -277,18 +282,20 @@ class TestContract:
         def loss(mu: Tensor) -> Tensor:
             return torch.sin(weights @ symmetric(mu) / 10).sum()
 
-        lam, mu = flat(q.natural), flat(q.expectation)
+        lam = flat(q.natural)
+        mu = flat(q.expectation)
         fisher = torch.autograd.functional.hessian(
             lambda v: q.with_natural(unflat(v)).log_partition().sum(), lam
         )
         in_natural = torch.func.grad(lambda v: loss(flat(q.with_natural(unflat(v)).expectation)))
-        found = torch.linalg.pinv(fisher, rtol=1e-12, hermitian=True) @ in_natural(lam)
-        assert_same(found, torch.func.grad(loss)(mu), 1e-7)
+        actual = torch.linalg.pinv(fisher, rtol=1e-12, hermitian=True) @ in_natural(lam)
+        assert_same(actual, torch.func.grad(loss)(mu), 1e-7)
 
     @every_family
     def test_copies_are_independent(self, name: str) -> None:
         p = Parameters(3, (2, 3))
-        q, other = FAMILIES[name].make(p), FAMILIES[name].make(p)
+        q = FAMILIES[name].make(p)
+        other = FAMILIES[name].make(p)
         theta = q.sample(5, generator=torch.Generator().manual_seed(0))
         for i in range(2):
             for j in range(3):
@@ -298,24 +305,28 @@ class TestContract:
                 assert_same(alone.kl(other_alone), q.kl(other)[i, j], 1e-12)
                 assert_same(alone.log_prob(here), q.log_prob(theta)[:, i, j], 1e-12)
                 again = q.with_expectation(q.expectation)
-                found = alone.with_expectation(alone.expectation)
-                assert_same(found.natural, one_copy(one_copy(again.natural, i), j), 1e-9)
+                actual = alone.with_expectation(alone.expectation)
+                assert_same(actual.natural, one_copy(one_copy(again.natural, i), j), 1e-9)
 
     @every_family
     def test_draws(self, name: str) -> None:
         """Mean statistics, entropy and divergence within five standard errors; seeded."""
-        n, p = 20_000, Parameters(5, (2,), 2)
-        q, other = FAMILIES[name].make(p), FAMILIES[name].make(p)
+        n = 20_000
+        p = Parameters(5, (2,), 2)
+        q = FAMILIES[name].make(p)
+        other = FAMILIES[name].make(p)
         theta = q.sample(n, generator=torch.Generator().manual_seed(0))
-        found, wanted = dict(q.statistics(theta)), dict(q.expectation)
+        actual = dict(q.statistics(theta))
+        expected = dict(q.expectation)
         log_q = q.log_prob(theta)
-        found |= {"entropy": -log_q, "divergence": log_q - other.log_prob(theta)}
-        wanted |= {"entropy": q.entropy(), "divergence": q.kl(other)}
+        actual |= {"entropy": -log_q, "divergence": log_q - other.log_prob(theta)}
+        expected |= {"entropy": q.entropy(), "divergence": q.kl(other)}
         if isinstance(theta, Tensor) and theta.is_floating_point():
-            found["mean"], wanted["mean"] = theta, q.expected_point()
-        for key, values in found.items():
+            actual["mean"] = theta
+            expected["mean"] = q.expected_point()
+        for key, values in actual.items():
             error = values.std(0) / math.sqrt(n)
-            assert bool(((values.mean(0) - wanted[key]).abs() <= 5 * error + 1e-12).all()), key
+            assert bool(((values.mean(0) - expected[key]).abs() <= 5 * error + 1e-12).all()), key
 
     @every_family
     def test_draws_follow_the_generator(self, name: str) -> None:
@@ -323,7 +334,8 @@ class TestContract:
         draws = [q.sample(generator=torch.Generator().manual_seed(k)) for k in (1, 2, 2)]
         assert_same(draws[1], draws[2], 0)
         one, two, _ = map(q.log_prob, draws)
-        assert one.shape == (2,) and not torch.equal(one, two)
+        assert one.shape == (2,)
+        assert not torch.equal(one, two)
         for n in (-1, 0, 1.5):
             with pytest.raises(InputError, match="n must be"):
                 q.sample(n)
@@ -381,7 +393,8 @@ class TestTwins:
     def test_density_and_entropy(
         self, name: str, seed: int, copies: tuple[int, ...], size: int
     ) -> None:
-        case, q = FAMILIES[name], make(name, seed, copies, size)
+        case = FAMILIES[name]
+        q = make(name, seed, copies, size)
         twin = _twin(name, q)
         theta = q.sample(5, generator=torch.Generator().manual_seed(seed))
         assert_same(q.log_prob(theta), twin.log_prob(case.to_twin(theta)), 1e-9)
@@ -392,9 +405,10 @@ class TestTwins:
     @members
     def test_divergence(self, name: str, seed: int, copies: tuple[int, ...], size: int) -> None:
         p = Parameters(seed, copies, size)
-        q, other = FAMILIES[name].make(p), FAMILIES[name].make(p)
-        wanted = td.kl_divergence(_twin(name, q), _twin(name, other))
-        assert_same(q.kl(other), wanted, 1e-9)
+        q = FAMILIES[name].make(p)
+        other = FAMILIES[name].make(p)
+        expected = td.kl_divergence(_twin(name, q), _twin(name, other))
+        assert_same(q.kl(other), expected, 1e-9)
 
     @few
     @members
@@ -402,13 +416,12 @@ class TestTwins:
         """Copy by copy: with a batch, torch's own differs from what it says of each member."""
         p = Parameters(seed, copies, size)
         pairs = [FAMILIES["Wishart"].make(p) for _ in range(2)]
-        dofs, rates = (
-            [q.dof.flatten() for q in pairs],
-            [q.rate.reshape(-1, size, size) for q in pairs],
-        )
+        dofs = [q.dof.flatten() for q in pairs]
+        rates = [q.rate.reshape(-1, size, size) for q in pairs]
         alone = [
-            td.kl_divergence(*(td.Wishart(d[i], precision_matrix=r[i]) for d, r in
-                               zip(dofs, rates, strict=True)))
+            td.kl_divergence(
+                *(td.Wishart(d[i], precision_matrix=r[i]) for d, r in zip(dofs, rates, strict=True))
+            )
             for i in range(len(dofs[0]))
-        ]  # fmt: skip
+        ]
         assert_same(pairs[0].kl(pairs[1]).flatten(), torch.stack(alone).detach(), 1e-9)

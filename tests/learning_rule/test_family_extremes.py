@@ -39,12 +39,12 @@ def _digits():
 
 
 def t(*values: float) -> Tensor:
-    found = torch.tensor(values, dtype=torch.float64)
-    return found[0] if len(values) == 1 else found
+    actual = torch.tensor(values, dtype=torch.float64)
+    return actual[0] if len(values) == 1 else actual
 
 
-def close(found: Tensor, wanted: Any, relative: float = 16 * EPS, absolute: float = 0) -> bool:
-    return abs(mpmath.mpf(found.item()) - wanted) <= relative * abs(wanted) + absolute
+def close(actual: Tensor, expected: Any, relative: float = 16 * EPS, absolute: float = 0) -> bool:
+    return abs(mpmath.mpf(actual.item()) - expected) <= relative * abs(expected) + absolute
 
 
 class TestSpecialFunctions:
@@ -65,13 +65,13 @@ class TestSpecialFunctions:
     def test_excess_logarithm_and_its_inverse(self, size: int, above: float) -> None:
         x = t(above + 0.5 * (size - 1))
         a = mpmath.mpf(x.item())
-        wanted = size * mpmath.log(a) - sum(
+        expected = size * mpmath.log(a) - sum(
             mpmath.digamma(a - mpmath.mpf(j) / 2) for j in range(size)
         )
-        found = special.excess_logarithm(x, size)
+        actual = special.excess_logarithm(x, size)
         rest = above / x.item()  # what x's own rounding does to its distance from the edge
-        assert close(found, wanted, 64 * EPS / rest)
-        again = special.invert_excess_logarithm(found, size)
+        assert close(actual, expected, 64 * EPS / rest)
+        again = special.invert_excess_logarithm(actual, size)
         assert again.item() == pytest.approx(x.item(), rel=256 * EPS)
 
     def test_derivatives_of_the_inverse(self) -> None:
@@ -101,9 +101,17 @@ class TestConcentrations:
 
     @pytest.mark.parametrize(
         "alpha",
-        [(1e-3, 1e-3), (1e-3,) * 50, (1e6, 1e6), (1e6, 1e-3), (1e-3, 1.0, 1e3, 1e6), (1e3,) * 5,
-         (0.1, 5e5, 3.0), (1.0,) * 1000],
-    )  # fmt: skip
+        [
+            (1e-3, 1e-3),
+            (1e-3,) * 50,
+            (1e6, 1e6),
+            (1e6, 1e-3),
+            (1e-3, 1.0, 1e3, 1e6),
+            (1e3,) * 5,
+            (0.1, 5e5, 3.0),
+            (1.0,) * 1000,
+        ],
+    )
     def test_dirichlet_maps(self, alpha: tuple[float, ...]) -> None:
         q = Dirichlet(t(*alpha))
         again = q.with_expectation(q.expectation)
@@ -113,8 +121,8 @@ class TestConcentrations:
         total = mpmath.fsum(mpmath.mpf(x) for x in alpha)
         shared = 1 + sum(inverse) / (1 / mpmath.psi(1, total) - sum(inverse))
         rounding = EPS * max(abs(mpmath.digamma(x)) for x in (*alpha, total))
-        for found, wanted, own in zip(again.concentration, alpha, inverse, strict=True):
-            assert close(found, mpmath.mpf(wanted), 8 * EPS, 2 * own * shared * rounding)
+        for actual, expected, own in zip(again.concentration, alpha, inverse, strict=True):
+            assert close(actual, mpmath.mpf(expected), 8 * EPS, 2 * own * shared * rounding)
 
     def test_derivatives_of_the_inverse(self) -> None:
         at = Dirichlet(t(0.3, 2.0, 7.0)).expectation["log"].requires_grad_()
@@ -141,20 +149,22 @@ class TestConcentrations:
             q = Wishart(t(dof), rate)
             again = q.with_expectation(q.expectation)
             assert again.dof.item() == pytest.approx(dof, rel=1e-14 * max(dof, 10))
-            n, d = mpmath.mpf(dof), mpmath.mpf(1.75)
+            n = mpmath.mpf(dof)
+            d = mpmath.mpf(1.75)
             digamma = mpmath.digamma(n / 2) + mpmath.digamma((n - 1) / 2)
             log_gamma = (
                 mpmath.loggamma(n / 2) + mpmath.loggamma((n - 1) / 2) + mpmath.log(mpmath.pi) / 2
             )
-            wanted = -1.5 * mpmath.log(d) + 3 * mpmath.log(2) + log_gamma
-            wanted += -(n - 3) / 2 * digamma + n
-            assert close(q.entropy(), wanted, 1e-12, 4 * EPS * dof * math.log(dof + 2))
+            expected = -1.5 * mpmath.log(d) + 3 * mpmath.log(2) + log_gamma
+            expected += -(n - 3) / 2 * digamma + n
+            assert close(q.entropy(), expected, 1e-12, 4 * EPS * dof * math.log(dof + 2))
 
 
 class TestGaussians:
     def test_far_from_the_origin_nothing_cancels(self) -> None:
-        m, s = 1e8, 1e8
-        wanted = 0.5 * math.log(s / (2 * math.pi)) - 0.5
+        m = 1e8
+        s = 1e8
+        expected = 0.5 * math.log(s / (2 * math.pi)) - 0.5
         at = t(m)[None] + 1e-4
         exact = 0.5 * math.log(s / (2 * math.pi)) - 0.5 * s * (at.item() - m) ** 2
         for q in (
@@ -162,7 +172,7 @@ class TestGaussians:
             FullGaussian(t(m)[None], t(s)[None, None]),
         ):
             assert q.log_prob(at).item() == pytest.approx(exact, rel=1e-14)
-            assert q.entropy().item() == pytest.approx(-wanted, rel=1e-14)
+            assert q.entropy().item() == pytest.approx(-expected, rel=1e-14)
             moved = type(q)(q.mean + 1, q.precision)
             assert q.kl(moved).item() == pytest.approx(0.5 * s, rel=1e-14)
 
@@ -186,56 +196,87 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: Beta(t(1.0), t(1.0)).log_prob(t(1.0)), "strictly between 0 and 1"),
     (lambda: Gamma(t(1.0), t(1.0)).with_natural({"log": t(0.0), "linear": t(0.0)}), "rate"),
     (lambda: Gamma(t(1.0), t(1.0)).with_expectation({"log": t(0.1), "linear": t(1.0)}), "no Gamma"),
-    (lambda: Gamma(t(1.0), t(1.0)).with_expectation({"log": t(-1.0), "linear": t(-1.0)}),
-     "no Gamma"),
+    (
+        lambda: Gamma(t(1.0), t(1.0)).with_expectation({"log": t(-1.0), "linear": t(-1.0)}),
+        "no Gamma",
+    ),
     (lambda: Gamma(t(1.0), t(1.0)).log_prob(t(-1.0)), "points of a Gamma"),
     (lambda: Wishart(t(1.0), torch.eye(2, dtype=torch.float64)), "above 1"),
     (lambda: Wishart(t(3.0), torch.ones(2, 2, dtype=torch.float64)), "positive definite"),
     (lambda: Wishart(t(3.0), torch.eye(2, dtype=torch.float64).triu() + t(0.0, 1.0)), "symmetric"),
     (lambda: Wishart(t(3.0), torch.ones(2, 3, dtype=torch.float64)), "square"),
     (lambda: Wishart(t(3.0, 3.0), torch.eye(2, dtype=torch.float64)), "copies"),
-    (lambda: NormalWishart(t(0.0, 0.0, 0.0), t(1.0), t(3.0), torch.eye(2, dtype=torch.float64)),
-     "does not go with"),
-    (lambda: NormalWishart(t(0.0, 0.0), t(1.0, 1.0), t(3.0), torch.eye(2, dtype=torch.float64)),
-     "kappa and dof"),
+    (
+        lambda: NormalWishart(t(0.0, 0.0, 0.0), t(1.0), t(3.0), torch.eye(2, dtype=torch.float64)),
+        "does not go with",
+    ),
+    (
+        lambda: NormalWishart(t(0.0, 0.0), t(1.0, 1.0), t(3.0), torch.eye(2, dtype=torch.float64)),
+        "kappa and dof",
+    ),
     (lambda: DiagonalGaussian(t(0.0, math.nan), t(1.0, 1.0)), "mean must be finite"),
-    (lambda: DiagonalGaussian(t(0.0, 1.0), t(1.0, 1.0)).with_expectation(
-        {"linear": t(0.0, 1.0), "square": t(1.0, 1.0)}), "above E"),
-    (lambda: FullGaussian(t(0.0, 1.0), torch.eye(2, dtype=torch.float64)).with_expectation(
-        {"linear": t(0.0, 1.0), "square": torch.zeros(2, 2, dtype=torch.float64)}),
-     "no FullGaussian"),
+    (
+        lambda: DiagonalGaussian(t(0.0, 1.0), t(1.0, 1.0)).with_expectation(
+            {"linear": t(0.0, 1.0), "square": t(1.0, 1.0)}
+        ),
+        "above E",
+    ),
+    (
+        lambda: FullGaussian(t(0.0, 1.0), torch.eye(2, dtype=torch.float64)).with_expectation(
+            {"linear": t(0.0, 1.0), "square": torch.zeros(2, 2, dtype=torch.float64)}
+        ),
+        "no FullGaussian",
+    ),
     # dtypes that do not go together, numbers where tensors are expected, half precision
     (lambda: DiagonalGaussian(v(0.0), v(1.0).float()), "mean and precision must agree in dtype"),
     (lambda: FullGaussian(v(0.0), torch.eye(1)), "mean and precision must agree in dtype"),
     (lambda: Gamma(v(1.0), v(1.0).float()), "shape and rate must agree in dtype"),
     (lambda: Wishart(torch.tensor(3.0), torch.eye(2).double()), "dof and rate must agree in dtype"),
-    (lambda: NormalWishart(v(0.0, 0.0), torch.tensor(1.0), torch.tensor(3.0), torch.eye(2)),
-     "mean and kappa and dof must agree in dtype"),
-    (lambda: GaussianMixture(torch.tensor([1.0]), DiagonalGaussian(v(0.0)[None], v(1.0)[None])),
-     "weights and components must agree in dtype"),
+    (
+        lambda: NormalWishart(v(0.0, 0.0), torch.tensor(1.0), torch.tensor(3.0), torch.eye(2)),
+        "mean and kappa and dof must agree in dtype",
+    ),
+    (
+        lambda: GaussianMixture(torch.tensor([1.0]), DiagonalGaussian(v(0.0)[None], v(1.0)[None])),
+        "weights and components must agree in dtype",
+    ),
     (lambda: DiagonalGaussian(v(0.0), 1.0), "precision must be a tensor.*got float"),
-    (lambda: DiagonalGaussian(v(0.0), torch.ones(1, dtype=torch.long)),
-     "precision must be a tensor of floating-point numbers, got torch.int64"),
+    (
+        lambda: DiagonalGaussian(v(0.0), torch.ones(1, dtype=torch.long)),
+        "precision must be a tensor of floating-point numbers, got torch.int64",
+    ),
     (lambda: DiagonalGaussian(v(0.0), v(math.nan)), "precision must be finite"),
     (lambda: FullGaussian(v(0.0), None), "precision must be a tensor.*got NoneType"),
     (lambda: FullGaussian(v(0.0).half(), torch.eye(1).half()), "single or double precision"),
-    (lambda: Gamma(torch.tensor(1.0).bfloat16(), torch.tensor(1.0).bfloat16()),
-     "shape must be in single or double precision, got torch.bfloat16"),
-    (lambda: FullGaussian(v(0.0, 0.0), torch.tensor([[1.0, 0.5], [0.0, 1.0]]).double()),
-     "precision must be symmetric"),
+    (
+        lambda: Gamma(torch.tensor(1.0).bfloat16(), torch.tensor(1.0).bfloat16()),
+        "shape must be in single or double precision, got torch.bfloat16",
+    ),
+    (
+        lambda: FullGaussian(v(0.0, 0.0), torch.tensor([[1.0, 0.5], [0.0, 1.0]]).double()),
+        "precision must be symmetric",
+    ),
     (lambda: Gamma(v(1.0), v(1.0)).sample(generator=3), "generator must be a torch.Generator"),
     # divergences between distributions over different points
-    (lambda: DiagonalGaussian(v(0.0, 0.0), v(1.0, 1.0)).kl(DiagonalGaussian(v(0.0), v(1.0))),
-     r"one shape, got \(2,\) and \(1,\)"),
+    (
+        lambda: DiagonalGaussian(v(0.0, 0.0), v(1.0, 1.0)).kl(DiagonalGaussian(v(0.0), v(1.0))),
+        r"one shape, got \(2,\) and \(1,\)",
+    ),
     (lambda: Dirichlet(v(1.0, 1.0)).kl(Dirichlet(v(1.0, 1.0, 1.0))), "one shape"),
-    (lambda: Wishart(t(3.0), torch.eye(2).double()).kl(
-        Wishart(t(3.0), torch.eye(1).double())), "one shape"),
-    (lambda: Gamma(v(1.0, 1.0), v(1.0, 1.0)).kl(Gamma(v(1.0, 1.0, 1.0), v(1.0, 1.0, 1.0))),
-     "one shape"),
+    (
+        lambda: Wishart(t(3.0), torch.eye(2).double()).kl(Wishart(t(3.0), torch.eye(1).double())),
+        "one shape",
+    ),
+    (
+        lambda: Gamma(v(1.0, 1.0), v(1.0, 1.0)).kl(Gamma(v(1.0, 1.0, 1.0), v(1.0, 1.0, 1.0))),
+        "one shape",
+    ),
     # points of another shape
     (lambda: DiagonalGaussian(v(0.0, 0.0), v(1.0, 1.0)).log_prob(v(0.0)), r"tensor \[..., 2\]"),
-    (lambda: FullGaussian(v(0.0, 0.0), torch.eye(2).double()).log_prob(v(0.0, 0.0, 0.0)),
-     r"tensor \[..., 2\]"),
+    (
+        lambda: FullGaussian(v(0.0, 0.0), torch.eye(2).double()).log_prob(v(0.0, 0.0, 0.0)),
+        r"tensor \[..., 2\]",
+    ),
     (lambda: FullGaussian(v(0.0).float(), torch.eye(1)).log_prob(v(0.0)), "convert one"),
     (lambda: DiagonalGaussian(v(0.0), v(1.0)).log_prob(None), "real numbers, got NoneType"),
     (lambda: DiagonalGaussian(v(0.0), v(1.0)).log_prob(0.5), "real numbers, got float"),
@@ -243,35 +284,66 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: Beta(v(1.0), v(1.0)).log_prob(0.5), "real numbers, got float"),
     (lambda: Gamma(v(1.0, 1.0), v(1.0, 1.0)).log_prob(v(1.0, 1.0, 1.0)), r"got \(3,\)"),
     (lambda: Dirichlet(v(1.0, 1.0)).log_prob(v(0.2, 0.3, 0.5)), r"tensor \[..., 2\]"),
-    (lambda: GaussianMixture(v(1.0), DiagonalGaussian(v(0.0, 0.0)[None], v(1.0, 1.0)[None]))
-     .marginal.log_prob(v(0.0)), r"tensor \[..., 2\]"),
+    (
+        lambda: GaussianMixture(
+            v(1.0), DiagonalGaussian(v(0.0, 0.0)[None], v(1.0, 1.0)[None])
+        ).marginal.log_prob(v(0.0)),
+        r"tensor \[..., 2\]",
+    ),
     # parameters and derivatives of another shape
-    (lambda: DiagonalGaussian(v(0.0), v(1.0)).with_natural({"linear": 1.0, "square": 1.0}),
-     "linear must be a tensor of 1 dimensions"),
-    (lambda: FullGaussian(v(0.0), torch.eye(1).double()).with_natural(
-        {"linear": v(0.0), "square": v(-0.5)}), "square must be a tensor of 2"),
-    (lambda: FullGaussian(v(0.0), torch.eye(1).double()).with_natural(
-        {"linear": v(0.0, 1.0), "square": -torch.eye(1).double()}), "last dimensions must agree"),
-    (lambda: DiagonalGaussian(v(0.0, 0.0), v(1.0, 1.0)).pull_back(
-        v(0.0, 0.0), torch.eye(2).double()), "diagonal of the Hessian must be"),
-    (lambda: FullGaussian(v(0.0, 0.0), torch.eye(2).double()).pull_back(v(0.0, 0.0), v(1.0, 1.0)),
-     r"the Hessian must be \(2, 2\)"),
-    (lambda: GaussianMixture(v(1.0), DiagonalGaussian(v(0.0)[None], v(1.0)[None])).log_prob(
-        {"theta": torch.zeros(7, 1), "component": torch.zeros(3, dtype=torch.long)}),
-     "a component for each point"),
+    (
+        lambda: DiagonalGaussian(v(0.0), v(1.0)).with_natural({"linear": 1.0, "square": 1.0}),
+        "linear must be a tensor of 1 dimensions",
+    ),
+    (
+        lambda: FullGaussian(v(0.0), torch.eye(1).double()).with_natural(
+            {"linear": v(0.0), "square": v(-0.5)}
+        ),
+        "square must be a tensor of 2",
+    ),
+    (
+        lambda: FullGaussian(v(0.0), torch.eye(1).double()).with_natural(
+            {"linear": v(0.0, 1.0), "square": -torch.eye(1).double()}
+        ),
+        "last dimensions must agree",
+    ),
+    (
+        lambda: DiagonalGaussian(v(0.0, 0.0), v(1.0, 1.0)).pull_back(
+            v(0.0, 0.0), torch.eye(2).double()
+        ),
+        "diagonal of the Hessian must be",
+    ),
+    (
+        lambda: FullGaussian(v(0.0, 0.0), torch.eye(2).double()).pull_back(
+            v(0.0, 0.0), v(1.0, 1.0)
+        ),
+        r"the Hessian must be \(2, 2\)",
+    ),
+    (
+        lambda: GaussianMixture(v(1.0), DiagonalGaussian(v(0.0)[None], v(1.0)[None])).log_prob(
+            {"theta": torch.zeros(7, 1), "component": torch.zeros(3, dtype=torch.long)}
+        ),
+        "a component for each point",
+    ),
     (lambda: add({"a": v(0.0, 0.0)}, {"a": v(0.0, 0.0, 0.0)}), "do not go together"),
     # mixtures
     (lambda: GaussianMixture(t(0.5, 0.6), PAIR), "sum to 1"),
     (lambda: GaussianMixture(t(0.0, 1.0), PAIR), "weights must lie above 0"),
     (lambda: GaussianMixture(t(0.2, 0.3, 0.5), PAIR), "one weight for each component"),
     (lambda: GaussianMixture(t(0.5, 0.5), Gamma(t(1.0, 1.0), t(1.0, 1.0))), "FullGaussian"),
-    (lambda: GaussianMixture(t(0.5, 0.5), PAIR).log_prob(
-        {"theta": v(0.0), "component": torch.tensor(2)}), "from 0 to 1"),
-    (lambda: GaussianMixture(t(0.5, 0.5), PAIR).kl(GaussianMixture(t(0.4, 0.6), PAIR)),
-     "same weights"),
+    (
+        lambda: GaussianMixture(t(0.5, 0.5), PAIR).log_prob(
+            {"theta": v(0.0), "component": torch.tensor(2)}
+        ),
+        "from 0 to 1",
+    ),
+    (
+        lambda: GaussianMixture(t(0.5, 0.5), PAIR).kl(GaussianMixture(t(0.4, 0.6), PAIR)),
+        "same weights",
+    ),
     (lambda: GaussianMixture(t(0.5, 0.5), PAIR).expected_point(), "numbers have no mean"),
     (lambda: Categorical(t(0.0, 1.0)).expected_point(), "is no class"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("attempt", "words"), REFUSED)
@@ -282,7 +354,8 @@ def test_what_is_outside_of_the_domain_is_named(attempt: Callable[[], object], w
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_elementwise_families_work_in_half_precision(dtype: torch.dtype) -> None:
-    zero, one = torch.zeros(2, dtype=dtype), torch.ones(2, dtype=dtype)
+    zero = torch.zeros(2, dtype=dtype)
+    one = torch.ones(2, dtype=dtype)
     for q in (DiagonalGaussian(zero, one), Categorical(one)):
         back = q.with_expectation(q.with_natural(q.natural).expectation)
         for key, value in q.natural.items():

@@ -30,7 +30,8 @@ def parts(
     def real(*event: int) -> Tensor:
         return torch.randn((*copies, 3, *event), generator=generator, dtype=DTYPE)
 
-    mean, root = spread * real(size), real(size, size)
+    mean = spread * real(size)
+    root = real(size, size)
     weights = WEIGHTS.expand(*copies, 3)
     if kind == "diagonal":
         return GaussianMixture(weights, DiagonalGaussian(mean, real(size).exp()))
@@ -75,8 +76,10 @@ def test_responsibilities_are_bayes_rule(kind: str) -> None:
     q = parts(kind, 2)
     theta = q.sample(5, generator=torch.Generator().manual_seed(0))["theta"]
     joint = [q.log_prob({"theta": theta, "component": torch.full((5,), k)}).exp() for k in range(3)]
-    wanted = torch.stack(joint, -1) / sum(joint)[:, None]
-    torch.testing.assert_close(q.marginal.responsibilities(theta), wanted, rtol=1e-12, atol=1e-12)
+    reference = torch.stack(joint, -1) / sum(joint)[:, None]
+    torch.testing.assert_close(
+        q.marginal.responsibilities(theta), reference, rtol=1e-12, atol=1e-12
+    )
 
 
 def test_a_component_far_from_the_origin_keeps_its_density() -> None:
@@ -85,29 +88,27 @@ def test_a_component_far_from_the_origin_keeps_its_density() -> None:
     )
     q = GaussianMixture(torch.tensor([0.5, 0.5], dtype=DTYPE), components).marginal
     at = torch.tensor([1e6], dtype=DTYPE)
-    wanted = math.log(0.5) + 0.5 * math.log(1e6 / (2 * math.pi))
-    torch.testing.assert_close(q.log_prob(at).item(), wanted, rtol=1e-14, atol=0)
+    reference = math.log(0.5) + 0.5 * math.log(1e6 / (2 * math.pi))
+    torch.testing.assert_close(q.log_prob(at).item(), reference, rtol=1e-14, atol=0)
 
 
 @kinds
 def test_pull_back_is_the_gradient_in_the_expectation_parameters(kind: str) -> None:
     """E_q[f] of a quadratic f has a closed form in μ: ⟨g, Σ μ_k⟩ + ½⟨H, Σ M_k⟩."""
     q = parts(kind, 2)
-    slope, root = (
-        torch.tensor([1.0, -2.0], dtype=DTYPE),
-        torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=DTYPE),
-    )
+    slope = torch.tensor([1.0, -2.0], dtype=DTYPE)
+    root = torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=DTYPE)
     curvature = root if kind == "full" else root.diagonal()
     at = {k: v.clone().requires_grad_() for k, v in q.expectation.items()}
     moved = q.with_expectation(at)
     second = moved.expectation["square"].sum(0)
     value = slope @ moved.expectation["linear"].sum(0) + 0.5 * (curvature * second).sum()
-    wanted = dict(zip(at, torch.autograd.grad(value, list(at.values())), strict=True))
+    reference = dict(zip(at, torch.autograd.grad(value, list(at.values())), strict=True))
     mean = q.components.mean
     gradient = slope + (mean @ root if kind == "full" else mean * curvature)
-    found = q.pull_back(gradient, curvature.expand(3, *curvature.shape))
-    for key in wanted:
-        torch.testing.assert_close(found[key], wanted[key], rtol=1e-10, atol=1e-10)
+    actual = q.pull_back(gradient, curvature.expand(3, *curvature.shape))
+    for key in reference:
+        torch.testing.assert_close(actual[key], reference[key], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.slow
@@ -124,7 +125,8 @@ def test_the_step_of_the_rule_for_mixtures_reaches_a_mixture_target() -> None:
 
     places, shares = (torch.from_numpy(x) for x in _hermite(60))
     for _ in range(1500):
-        means, stds = q.components.mean, q.components.precision.rsqrt()
+        means = q.components.mean
+        stds = q.components.precision.rsqrt()
         nodes = means + stds * places[:, None, None]
         score, hessian = rise(nodes)
         expected = [(shares[:, None, None] * v).sum(0) for v in (score, hessian)]

@@ -50,8 +50,8 @@ slope = torch.func.grad(loss)
 bend = torch.func.hessian(loss)
 
 
-def close(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+def close(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 # Fixed covariances: gradient descent and momentum ------------------------------------------------
@@ -151,13 +151,13 @@ def test_mirror_descent_is_the_rule_and_the_minimum_of_its_objective(name: str) 
             for key, value in member.expectation.items()
         )
         value = linear + member.kl(q) / rho
-        (found,) = torch.autograd.grad(value, flat)
-        return float(value.detach()), found.numpy()
+        (actual,) = torch.autograd.grad(value, flat)
+        return float(value.detach()), actual.numpy()
 
     start = torch.cat([q.natural[key].reshape(-1) for key in keys]).numpy()
     minimum = optimize.minimize(objective, start, jac=True, method="BFGS", tol=1e-12)
-    found = torch.cat([after.natural[key].reshape(-1) for key in keys])
-    close(torch.tensor(minimum.x), found, 1e-5)
+    actual = torch.cat([after.natural[key].reshape(-1) for key in keys])
+    close(torch.tensor(minimum.x), actual, 1e-5)
 
 
 def data_of(name: str) -> Tensor:
@@ -202,13 +202,14 @@ def test_steps_of_maximum_likelihood(name: str) -> None:
 @pytest.mark.parametrize("rho", [0.3, 1.0])
 def test_newton_on_a_function_is_the_rule_and_a_retraction(rho: float) -> None:
     q = FullGaussian(THETA, MATRIX)
-    gradient, hessian = slope(THETA), bend(THETA) + 3 * torch.eye(4, dtype=F64)
-    found = newton_step(q, gradient, hessian - MATRIX, rho)
+    gradient = slope(THETA)
+    hessian = bend(THETA) + 3 * torch.eye(4, dtype=F64)
+    actual = newton_step(q, gradient, hessian - MATRIX, rho)
     change = hessian - MATRIX
     retraction = 0.5 * rho**2 * change @ torch.linalg.solve(MATRIX, change)
     precision = MATRIX + rho * change + (retraction if rho < 1 else 0)
-    close(found.precision, precision, 1e-10)
-    close(found.mean, THETA - rho * torch.linalg.solve(precision, gradient), 1e-10)
+    close(actual.precision, precision, 1e-10)
+    close(actual.mean, THETA - rho * torch.linalg.solve(precision, gradient), 1e-10)
 
 
 def test_the_skew_normal_moves_by_the_rule_with_its_own_entropy() -> None:
@@ -218,7 +219,7 @@ def test_the_skew_normal_moves_by_the_rule_with_its_own_entropy() -> None:
     def log_joint(theta: Tensor) -> Tensor:
         return 2 * theta - theta.exp()
 
-    found = skew_step(q, log_joint, 0.4)
+    actual = skew_step(q, log_joint, 0.4)
     for key, value in q.expectation.items():
         step_size = 1e-5
         ends = [
@@ -226,7 +227,7 @@ def test_the_skew_normal_moves_by_the_rule_with_its_own_entropy() -> None:
             for d in (step_size, -step_size)
         ]
         gradient = (ends[0] - ends[1]) / (2 * step_size)
-        assert float(found.natural[key]) == pytest.approx(
+        assert float(actual.natural[key]) == pytest.approx(
             float(q.natural[key]) + 0.4 * gradient, abs=1e-6
         )
 
@@ -255,13 +256,13 @@ def test_em_is_the_rule_for_classes_and_mirror_descent_for_components(covariance
             y, start=q, rho=rho, max_iter=1, progress=False
         )
     statistics = components.statistics(y.unsqueeze(1))
-    found = fitted.q.expectation  # of the joint: π_k μ_k
+    actual = fitted.q.expectation  # of the joint: π_k μ_k
     for key, value in statistics.items():
         complete = torch.einsum(
             "nk,nk...->k...", responsibilities, value.expand(30, 2, *value.shape[2:])
         )
         expected = (1 - rho) * q.expectation[key] + rho * complete / 30
-        close(found[key], expected, 1e-8)
+        close(actual[key], expected, 1e-8)
 
 
 @pytest.mark.parametrize(("kind", "rows"), [(optim.OGGN, "curved"), (optim.SLANG, "each")])

@@ -87,12 +87,12 @@ def test_the_algorithms_are_those_of_the_paper_and_more() -> None:
 @pytest.mark.parametrize("name", PAPER)
 def test_a_row_says_what_the_paper_says(name: str) -> None:
     family, approximations, section = PAPER[name]
-    found = ROWS[name]
-    assert set(family.split()) <= set(found.family.replace(",", "").replace("(", "").split())
-    words = found.approximations.replace(",", "").replace(":", "").replace("(", "").split()
+    actual = ROWS[name]
+    assert set(family.split()) <= set(actual.family.replace(",", "").replace("(", "").split())
+    words = actual.approximations.replace(",", "").replace(":", "").replace("(", "").split()
     assert set(approximations.split()) <= set(words)
-    assert found.section.split(",")[0] == section
-    looks_at_the_mean = "mean" in found.look.name or "mode" in found.look.name
+    assert actual.section.split(",")[0] == section
+    looks_at_the_mean = "mean" in actual.look.name or "mode" in actual.look.name
     # STE looks at the sign of the mean; many minima are found by samples, if nothing else is said
     if name not in ("STE", "multimodal optimisation"):
         assert ("delta" in approximations and "without" not in approximations) == looks_at_the_mean
@@ -108,7 +108,8 @@ def test_what_makes_a_row_another_one() -> None:
     """Neighbours in the table differ in what their names say, and in nothing else."""
 
     def differences(one: str, two: str) -> set[str]:
-        a, b = row(one), row(two)
+        a = row(one)
+        b = row(two)
         kept = ("family", "look", "curvature", "move")
         return {name for name in kept if getattr(a, name) != getattr(b, name)}
 
@@ -134,7 +135,7 @@ def test_departures_in_words() -> None:
     assert Move().departures == []
     assert row("Adam").move.departures[0] == "square root"
     assert "precision kept positive (retraction)" in row("IVON").move.departures
-    moves = {found.move for found in ROWS.values()}
+    moves = {actual.move for actual in ROWS.values()}
     assert len({tuple(move.departures) for move in moves}) == len(moves)
 
 
@@ -146,7 +147,8 @@ def test_the_dataframe() -> None:
     by_name = table.set_index("algorithm")
     assert by_name.loc["VOGN", "through"] == "Posterior.from_optimizer"
     assert by_name.analysable.dtype == bool
-    assert not by_name.loc["STE", "analysable"] and by_name.loc["EM", "analysable"]
+    assert not by_name.loc["STE", "analysable"]
+    assert by_name.loc["EM", "analysable"]
 
 
 def test_defaults_are_those_of_the_table() -> None:
@@ -167,7 +169,8 @@ def test_the_named_optimizers_are_their_rows() -> None:
         model = nn.Linear(1, 1)
         needs = {"model": model} if "model" in inspect.signature(made).parameters else {}
         optimizer = made(model.parameters(), lr=0.1, ess=10, **needs)
-        assert isinstance(optimizer, RowOptimizer) and optimizer.row is ROWS[name]
+        assert isinstance(optimizer, RowOptimizer)
+        assert optimizer.row is ROWS[name]
 
 
 # Where the loss is looked at, what the Hessian is taken to be, and how a step departs.
@@ -192,9 +195,9 @@ def test_quadrature_agrees_with_moments_and_with_samples() -> None:
     q = posterior()
     variance = 1 / q.precision
     fourth = THETA**4 + 6 * THETA**2 * variance + 3 * variance**2
-    found = by_quadrature(q, lambda t: torch.stack([t**4, t]), nodes=3)  # exact up to degree 5
-    torch.testing.assert_close(found[0], fourth, rtol=1e-12, atol=0)
-    torch.testing.assert_close(found[1], THETA, rtol=1e-12, atol=1e-14)
+    actual = by_quadrature(q, lambda t: torch.stack([t**4, t]), nodes=3)  # exact up to degree 5
+    torch.testing.assert_close(actual[0], fourth, rtol=1e-12, atol=0)
+    torch.testing.assert_close(actual[1], THETA, rtol=1e-12, atol=1e-14)
     draws, shares = places(q, "samples", 5000, generator=torch.Generator().manual_seed(0))
     sampled = torch.tensordot(shares, torch.cos(draws), 1)
     exactly = torch.cos(THETA) * torch.exp(-variance / 2)
@@ -243,8 +246,13 @@ def test_the_retraction_keeps_half_of_the_precision() -> None:
 @pytest.mark.parametrize("power", [1.0, 0.5, 0.25])
 def test_the_power_of_the_precision(power: float) -> None:
     theta = [torch.tensor([1.0]).double()]
-    block = Block(theta, [torch.tensor([3.0]).double()], [torch.tensor([16.0]).double()],
-                  [torch.zeros(1).double()], [])  # fmt: skip
+    block = Block(
+        theta,
+        [torch.tensor([3.0]).double()],
+        [torch.tensor([16.0]).double()],
+        [torch.zeros(1).double()],
+        [],
+    )
     group = settings(beta2=0.0, weight_decay=0.0)
     step(block, ROWS["VOGN"].curvature, Move(power=power), group, 1)
     assert float(theta[0]) == pytest.approx(1 - 0.1 * 3 / 16**power, rel=1e-14)

@@ -20,9 +20,11 @@ import blr_analysis as blr
 from blr_analysis.errors import InputError
 from blr_analysis.lightning import LightningMonitor, VariationalSteps
 
-N, BATCH = 24, 4
+N = 24
+BATCH = 4
 G = torch.Generator().manual_seed(0)
-X, Y = torch.randn(N, 3, generator=G), torch.randint(2, (N,), generator=G)
+X = torch.randn(N, 3, generator=G)
+Y = torch.randint(2, (N,), generator=G)
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*(num_workers|log_every_n_steps|exists and is not empty|litlogger|LeafSpec).*"
@@ -63,9 +65,14 @@ def fit(
     folder: Path, module: Module, *callbacks: Any, resume: Path | None = None, **settings: Any
 ) -> Module:
     trainer = lightning.Trainer(
-        default_root_dir=str(folder), logger=False, enable_progress_bar=False, accelerator="cpu",
-        enable_model_summary=False, callbacks=list(callbacks), **{"max_epochs": 2, **settings},
-    )  # fmt: skip
+        default_root_dir=str(folder),
+        logger=False,
+        enable_progress_bar=False,
+        accelerator="cpu",
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+        **{"max_epochs": 2, **settings},
+    )
     trainer.fit(module, DataLoader(TensorDataset(X, Y), batch_size=BATCH), ckpt_path=resume)
     return module
 
@@ -138,7 +145,8 @@ def test_between_looks_nothing_stops_and_nothing_is_saved(tmp_path: Path) -> Non
     options = {"save_top_k": -1, "monitor": "loo_nll", "filename": "{epoch} {loo_nll:.5f}"}
     saver = ModelCheckpoint(tmp_path, **options, every_n_epochs=2)
     fit(tmp_path, module, LightningMonitor(monitor), stopper, saver, max_epochs=9)
-    assert monitor.epochs == [2, 4, 6] and stopper.stopped_epoch == 5
+    assert monitor.epochs == [2, 4, 6]
+    assert stopper.stopped_epoch == 5
     saved = {f"epoch={row['epoch'] - 1} loo_nll={row['loo_nll']:.5f}" for row in monitor.rows}
     assert {path.stem for path in tmp_path.glob("*.ckpt")} == saved
 

@@ -23,49 +23,58 @@ State = dict[str, Tensor]
 ATTENTION = ["q_proj", "v_proj"]
 CASES: dict[str, tuple[str, str, list[dict[str, Any]]]] = {
     "plain, of other ranks": (
-        "llama", "causal_lm",
+        "llama",
+        "causal_lm",
         [{"target_modules": ATTENTION, "r": 2}, {"target_modules": ATTENTION, "r": 3}],
     ),
     "rank-stabilised, of other layers": (
-        "llama", "causal_lm",
+        "llama",
+        "causal_lm",
         [
             {"target_modules": ATTENTION, "use_rslora": True},
             {"target_modules": ["q_proj", "up_proj"], "lora_alpha": 5},
         ],
     ),
     "patterns": (
-        "llama", "causal_lm",
+        "llama",
+        "causal_lm",
         [
             {
-                "target_modules": ATTENTION, "rank_pattern": {"q_proj": 1},
-                "alpha_pattern": {"v_proj": 7}, "use_rslora": True,
+                "target_modules": ATTENTION,
+                "rank_pattern": {"q_proj": 1},
+                "alpha_pattern": {"v_proj": 7},
+                "use_rslora": True,
             },
             {"target_modules": ATTENTION, "layers_to_transform": [0]},
         ],
     ),
     "Conv1D": (
-        "gpt2", "causal_lm",
+        "gpt2",
+        "causal_lm",
         [{"target_modules": ["c_attn"], "fan_in_fan_out": True}] * 2,
     ),
     "DoRA": (
-        "llama", "causal_lm",
+        "llama",
+        "causal_lm",
         [
             {"target_modules": ATTENTION, "use_dora": True},
             {"target_modules": ["q_proj", "up_proj"], "use_dora": True, "r": 2},
         ],
     ),
     "DoRA beside plain": (
-        "llama", "causal_lm",
+        "llama",
+        "causal_lm",
         [
             {"target_modules": ATTENTION, "use_dora": True, "use_rslora": True},
             {"target_modules": ATTENTION},
         ],
     ),
     "whole modules": (
-        "bert", "classification",
+        "bert",
+        "classification",
         [{"target_modules": ["query"], "modules_to_save": ["classifier"]}] * 2,
     ),
-}  # fmt: skip
+}
 
 
 def written(folder: Path, base: nn.Module, seed: int, settings: dict[str, Any]) -> Path:
@@ -163,11 +172,11 @@ def test_by_moments_of_inputs_it_is_regmean(tmp_path: Path) -> None:
     grams = [blr.fit_laplace(task, structure="gram", prior_precision=1.0) for task in tasks]
     report = merge_adapters(places, tmp_path / "out", precisions=grams)
     tensors = load_file(report.folder / "adapter_model.safetensors")
-    found = tensors["base_model.model.fc.lora_B.weight"]
-    found = found @ tensors["base_model.model.fc.lora_A.weight"]
+    actual = tensors["base_model.model.fc.lora_B.weight"]
+    actual = actual @ tensors["base_model.model.fc.lora_A.weight"]
     moments = [x.mT @ x for x in inputs]
     top = sum(b @ a @ m for (b, a), m in zip(pairs, moments, strict=True))
-    torch.testing.assert_close(found, top @ torch.linalg.inv(sum(moments)), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(actual, top @ torch.linalg.inv(sum(moments)), rtol=1e-3, atol=1e-4)
 
 
 PAIR = (torch.ones(3, 2), torch.ones(2, 4))

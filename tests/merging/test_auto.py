@@ -26,8 +26,10 @@ from blr_analysis.task import Task
 @pytest.fixture(scope="module")
 def family() -> dict[str, Any]:
     """Two models trained on halves of what one function says, and data for both to see."""
-    teacher, base = mlp(seed=5), mlp(seed=1)
-    tasks, held = [], []
+    teacher = mlp(seed=5)
+    base = mlp(seed=1)
+    tasks = []
+    held = []
     for t in range(2):
         x = normal(300, 4, seed=t) * torch.tensor([1.0, 1.0, 0.1, 0.1]).roll(2 * t)
         y = teacher(3 * x).argmax(1)
@@ -62,13 +64,15 @@ def test_by_validation_it_takes_the_best_where_it_is_surely_ahead(
     models = family["models"]
     given = {"precisions": fitted, "tasks": family["tasks"], "validate": held}
     merged = merge(family["base"], models, method="auto", **given)
-    choice, points = merged.choice, {p.method: p for p in merged.choice.points}
+    choice = merged.choice
+    points = {p.method: p for p in merged.choice.points}
     tried = {"average", "fisher, kron, shrink 1, power 0, damping 0.1", "propagated, shrink 0.9"}
     assert tried <= {*points}
-    average, best = merge(None, models, method="linear"), min(points, key=lambda n: points[n].nll)
+    average = merge(None, models, method="linear")
+    best = min(points, key=lambda n: points[n].nll)
     for state, point in ((merged, choice.best), (average, choice.average)):
-        found = [float(losses(t, state).mean()) for t in held]
-        assert point.nlls == pytest.approx(found, rel=1e-5)
+        actual = [float(losses(t, state).mean()) for t in held]
+        assert point.nlls == pytest.approx(actual, rel=1e-5)
     gain, error = choice.gain
     assert gain == pytest.approx(choice.average.nll - points[best].nll, abs=1e-6)
     stays = count == 1  # whose error is not known
@@ -77,23 +81,26 @@ def test_by_validation_it_takes_the_best_where_it_is_surely_ahead(
         assert choice.name == best
         pairs = [losses(t, average) - losses(t, merged) for t in held]
         expected = sum(float(d.var()) / count for d in pairs) ** 0.5 / 2
-        assert error == pytest.approx(expected, rel=1e-4) and gain > error
+        assert error == pytest.approx(expected, rel=1e-4)
+        assert gain > error
 
 
 def test_by_the_losses_of_the_tasks(family: dict[str, Any], tmp_path: Path) -> None:
     """Without data of their own to choose by: statistics of every other example, judged by the
     rest; what is taken is made with all of them, and folders take the same."""
-    tasks, models = family["tasks"], family["models"]
+    tasks = family["tasks"]
+    models = family["models"]
     merged = merge(family["base"], models, tasks=tasks, method="auto")
     choice = merged.choice
-    assert choice.name.startswith("propagated") and "that the models have seen" in repr(choice)
+    assert choice.name.startswith("propagated")
+    assert "that the models have seen" in repr(choice)
     how: dict[str, Any] = {"method": "fisher", "shrink": choice.settings["shrink"]}
     again = merge(None, models, tasks=tasks, **how)
     assert all(torch.equal(merged[n], t) for n, t in again.items())
     halves = [Task(t.model, tuple(x[::2] for x in t.dataset.tensors)) for t in tasks]
     half = merge(None, models, tasks=halves, **how)
-    found = [float(losses(t, half, slice(1, None, 2)).mean()) for t in tasks]
-    assert choice.best.nlls == pytest.approx(found, rel=1e-5)
+    actual = [float(losses(t, half, slice(1, None, 2)).mean()) for t in tasks]
+    assert choice.best.nlls == pytest.approx(actual, rel=1e-5)
     folders = [write_model(tmp_path / n, m) for n, m in zip("ab", models, strict=True)]
     base = write_model(tmp_path / "base", family["base"])
     report = merge(base, folders, tasks=tasks, method="auto", out=tmp_path / "out")
@@ -121,8 +128,8 @@ def test_a_job_of_folders_writes_what_was_validated(
     job, choice = chosen(job, family["validate"])
     assert (choice.name != "average") == (choice.best.nll < choice.average.nll)
     written = Folder.open(execute(make_plan(job), tmp_path / "out").folder).tensors()
-    found = [float(losses(t, written).mean()) for t in family["validate"]]
-    assert choice.best.nlls == pytest.approx(found, rel=1e-5)
+    actual = [float(losses(t, written).mean()) for t in family["validate"]]
+    assert choice.best.nlls == pytest.approx(actual, rel=1e-5)
 
 
 def test_auto_under_normalized_weights(family: dict[str, Any]) -> None:
@@ -166,11 +173,13 @@ def test_propagated_statistics_by_hand(family: dict[str, Any], shrink: float | N
             kept = (1 - chance).clamp_min(0) if shrink is None else shrink
             gram = torch.lerp((a.mT @ a).diagonal().diag(), a.mT @ a, kept)
             joint = torch.cat([w[f"{layer}.weight"], w[f"{layer}.bias"][:, None]], 1)
-            top, bottom = top + joint @ gram, bottom + gram
+            top = top + joint @ gram
+            bottom = bottom + gram
         truth = top @ torch.linalg.inv(bottom)
         assert relative(merged[f"{layer}.weight"], truth[:, :-1]) < 1e-8
         assert relative(merged[f"{layer}.bias"], truth[:, -1]) < 1e-8
-        weight, bias = merged[f"{layer}.weight"], merged[f"{layer}.bias"]
+        weight = merged[f"{layer}.weight"]
+        bias = merged[f"{layer}.bias"]
         inputs = [torch.tanh(a @ weight.mT + bias) for a in inputs]
     half = merge(None, family["models"], **how, out_dtype=torch.bfloat16)
     assert all(torch.equal(t, merged[n].to(torch.bfloat16)) for n, t in half.items())

@@ -23,13 +23,15 @@ class TestGradientMatching(MergeContract):
     def formula(self, base: Tensor, models: Tensor, h: Tensor, first: Tensor, name: str) -> Tensor:
         a = self.shares(models)
         step = (a * (first + h) * (models - base)).sum(0)
-        total, size = first + (a * h).sum(0), first + (a.abs() * h).sum(0)
+        total = first + (a * h).sum(0)
+        size = first + (a.abs() * h).sum(0)
         plain = (a * (models - base)).sum(0)
         return base + torch.where(total > 0.1 * size, step / total, plain)
 
 
 class TestFisher(MergeContract):
-    method, weights = "fisher", (0.7, 0.4, 1.2)
+    method = "fisher"
+    weights = (0.7, 0.4, 1.2)
 
     def formula(self, base: Tensor, models: Tensor, h: Tensor, first: Tensor, name: str) -> Tensor:
         a = self.shares(models)
@@ -70,14 +72,16 @@ class TestTies(MergeContract):
 
 
 class TestFisherTies(TestTies):
-    method, weights = "fisher_ties", (0.7, 0.4, 0.2)
+    method = "fisher_ties"
+    weights = (0.7, 0.4, 0.2)
 
 
 class TestDareLinear(MergeContract):
     method, options = "dare_linear", {"density": 0.25, "scale": SCALE, "seed": 3}
 
     def steps(self, base: Tensor, models: Tensor, name: str) -> Tensor:
-        steps, block = models - base, 2**17
+        steps = models - base
+        block = 2**17
         rows = []
         for t, step in enumerate(steps.reshape(len(steps), -1)):
             starts = range(0, len(step), block)
@@ -103,7 +107,8 @@ def unit(values: Tensor) -> Tensor:
 
 
 class TestSlerp(MergeContract):
-    method, weights = "slerp", (0.7, 0.3)
+    method = "slerp"
+    weights = (0.7, 0.3)
 
     def formula(self, base: Tensor, models: Tensor, h: Tensor, first: Tensor, name: str) -> Tensor:
         one, two = models
@@ -129,17 +134,22 @@ def test_slerp_of_zeros_is_that_at_a_right_angle(t: float, zero: str) -> None:
 
 
 class TestMultislerp(MergeContract):
-    method, weights = "multislerp", (0.5, 0.3, 0.2)
+    method = "multislerp"
+    weights = (0.5, 0.3, 0.2)
 
     def formula(self, base: Tensor, models: Tensor, h: Tensor, first: Tensor, name: str) -> Tensor:
-        steps, a = models - base, self.shares(models)
+        steps = models - base
+        a = self.shares(models)
         mean = sum(w * unit(s) for w, s in zip(self.weights, steps, strict=True))
         lengths = steps.reshape(len(steps), -1).norm(dim=1)
         return base + float((a.flatten() * lengths).sum()) * unit(mean)
 
 
 class TestKarcher(MergeContract):
-    method, weights, close = "karcher", (0.5, 0.3, 0.2), 2e-5  # steps below 1e-5 are none
+    # steps below 1e-5 are none
+    method = "karcher"
+    weights = (0.5, 0.3, 0.2)
+    close = 2e-5
 
     def formula(self, base: Tensor, models: Tensor, h: Tensor, first: Tensor, name: str) -> Tensor:
         """The point from which no tangent is left, by walking there in small steps."""
@@ -178,8 +188,10 @@ def merged(method: str, base: Any, models: Any, **more: Any) -> Tensor:
 
 
 def test_special_cases_of_gradient_matching() -> None:
-    base, models = one([0.1, 0.2])[0], one([1.0, 2.0], [3.0, -1.0])
-    same, none = one([2.0, 5.0], [2.0, 5.0]), one([0.0, 0.0], [0.0, 0.0])
+    base = one([0.1, 0.2])[0]
+    models = one([1.0, 2.0], [3.0, -1.0])
+    same = one([2.0, 5.0], [2.0, 5.0])
+    none = one([0.0, 0.0], [0.0, 0.0])
     weights: dict[str, Any] = {"weights": [0.6, 0.4]}
     match = lambda *a, **k: merged("gradient_matching", *a, **k, **weights)  # noqa: E731
     arithmetic = merged("task_arithmetic", base, models, **weights)
@@ -192,9 +204,10 @@ def test_special_cases_of_gradient_matching() -> None:
 
 
 def test_a_model_that_equals_its_base_leaves_it_to_the_bit() -> None:
-    base, other = state(0), near(state(0), 1)
-    found = blr.merge(base, [{**base, "scale": other["scale"]}], precisions=[curved(1)], delta=1.0)
-    assert all(torch.equal(found[n], base[n]) for n in SHAPES if n != "scale")
+    base = state(0)
+    other = near(state(0), 1)
+    actual = blr.merge(base, [{**base, "scale": other["scale"]}], precisions=[curved(1)], delta=1.0)
+    assert all(torch.equal(actual[n], base[n]) for n in SHAPES if n != "scale")
 
 
 @pytest.mark.parametrize(
@@ -209,14 +222,15 @@ def test_what_is_no_precision_to_divide_by(
     weight: float, h: list[float], first: float, expected: list[float]
 ) -> None:
     base, model = one([0.0, 0.0], [1.0, 1.0])
-    found = merged(
+    actual = merged(
         "gradient_matching", base, [model], weights=[weight], precisions=one(h), delta=first
     )
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_dare_keeps_by_chance() -> None:
-    base, tuned = {"w": torch.zeros(2**18 + 5)}, [{"w": torch.ones(2**18 + 5)}]
+    base = {"w": torch.zeros(2**18 + 5)}
+    tuned = [{"w": torch.ones(2**18 + 5)}]
     how: dict[str, Any] = {"method": "dare_linear", "density": 0.25}
     once = blr.merge(base, tuned, **how)["w"]
     assert set(once.tolist()) == {0.0, 4.0}
@@ -249,9 +263,9 @@ def test_the_power_of_diagonals_is_that_of_every_number() -> None:
         for m, h in zip(models, held, strict=True)
     ]
     for method in ("gradient_matching", "fisher"):
-        found = []
+        actual = []
         for q, more in ((priors, {"power": 0.5}), (roots, {})):
             based = {"base_precision": q[0], "delta": 0.5} if method != "fisher" else {}
             how = {"precisions": q[1:], **based, **more}
-            found.append(merged(method, models[0], models[1:], **how))
-        torch.testing.assert_close(*found)
+            actual.append(merged(method, models[0], models[1:], **how))
+        torch.testing.assert_close(*actual)

@@ -54,7 +54,9 @@ class TestTsvM(MatrixContract):
     method = "tsv_m"
 
     def step(self, steps: list[np.ndarray]) -> np.ndarray:
-        lefts, values, rights = [], [], []
+        lefts = []
+        values = []
+        rights = []
         for a, step in zip(self.weights, steps, strict=True):
             left, value, right = np.linalg.svd(step)
             count = min(step.shape) // len(steps)
@@ -72,7 +74,8 @@ class TestWudi(MatrixContract):
 
     def step(self, steps: list[np.ndarray]) -> np.ndarray:
         """Least squares Δ [Δ_tᵀ √α_t / ‖Δ_t‖, …] ≈ [Δ_t Δ_tᵀ √α_t / ‖Δ_t‖, …], row by row."""
-        left, right = [], []
+        left = []
+        right = []
         for a, step in zip(self.weights, steps, strict=True):
             ridge = math.sqrt(self.damping / step.shape[1]) * np.eye(step.shape[1])
             inputs = np.concatenate([step / np.linalg.norm(step), ridge])
@@ -88,7 +91,8 @@ class TestAce(TestWudi):
 
 
 class TestNuslerp(MergeContract):
-    method, weights = "nuslerp", (0.3, 0.9)
+    method = "nuslerp"
+    weights = (0.3, 0.9)
 
     def formula(self, base: Tensor, models: Tensor, h: Tensor, first: Tensor, name: str) -> Tensor:
         one, two = models - base
@@ -171,11 +175,13 @@ class TestSce(SelectionContract):
 
 
 class TestArceeFusion(SelectionContract):
-    method, weights = "arcee_fusion", (1.0,)
+    method = "arcee_fusion"
+    weights = (1.0,)
 
     def step(self, base: Tensor, steps: Tensor) -> Tensor:
         (step,) = steps
-        p, q = ((base + step).softmax(-1), base.softmax(-1))
+        p = (base + step).softmax(-1)
+        q = base.softmax(-1)
         importance = step.abs() * (p * (p / q).log()).sum(-1, keepdim=True)
         first, median, third = np.quantile(importance.numpy(), [0.25, 0.5, 0.75], method="lower")
         return torch.where(importance >= median + 1.5 * (third - first), step, 0.0)
@@ -203,14 +209,13 @@ class TestBreadcrumbs(MergeContract):
 
 
 class TestBreadcrumbsTies(TestBreadcrumbs):
-    method, elects = "breadcrumbs_ties", True
+    method = "breadcrumbs_ties"
+    elects = True
 
 
 class TestDellaLinear(MergeContract):
     method = "della_linear"
-    options: ClassVar[dict[str, Any]] = {
-        "density": 0.5, "epsilon": 0.2, "scale": SCALE, "seed": 3
-    }  # fmt: skip
+    options: ClassVar[dict[str, Any]] = {"density": 0.5, "epsilon": 0.2, "scale": SCALE, "seed": 3}
 
     def steps(self, base: Tensor, models: Tensor, name: str) -> Tensor:
         """Thinned row by row, with the draws of the package and chances by sorting."""
@@ -244,7 +249,8 @@ class TestDellaLinear(MergeContract):
 
 
 class TestDella(TestDellaLinear):
-    method, weights = "della", (0.7, 0.4, 0.2)
+    method = "della"
+    weights = (0.7, 0.4, 0.2)
 
     def formula(self, base: Tensor, models: Tensor, h: Tensor, first: Tensor, name: str) -> Tensor:
         pulls = self.shares(models) * self.steps(base, models, name)

@@ -35,11 +35,11 @@ def test_diagonals_by_hand(method: str) -> None:
     models = [near(base, 1), near(base, 2)]
     precisions = [curved(1), curved(2)]
     job = job_of(base, models, precisions, method=method, delta=0.0)
-    found = forecast(make_plan(job), progress=False)
+    actual = forecast(make_plan(job), progress=False)
     takes_precisions = method in ("fisher", "gradient_matching")
     given = {"precisions": precisions} if takes_precisions else {}
     merged = blr.merge(base, models, method=method, **given)
-    for task, model, precision in zip(found.tasks, models, precisions, strict=True):
+    for task, model, precision in zip(actual.tasks, models, precisions, strict=True):
         rises = {
             name: float((h.double() * (merged[name] - model[name]).double().square()).sum()) / 2
             for name, h in precision.items()
@@ -72,9 +72,9 @@ def test_quadratic_losses_rise_as_foretold(structure: str) -> None:
     precisions = [blr.fit_laplace(t, structure=structure, prior_precision=1.0) for t in tasks]
     models = [task.model for task in tasks]
     job = job_of(base, models, precisions)
-    found = forecast(make_plan(job), progress=False)
+    actual = forecast(make_plan(job), progress=False)
     merged = blr.merge(base, models, method="fisher", precisions=precisions)
-    for task, own in zip(found.tasks, tasks, strict=True):
+    for task, own in zip(actual.tasks, tasks, strict=True):
         x, y = own.dataset.tensors
         rises = []
         for weight in (merged["weight"], base.weight):
@@ -112,10 +112,10 @@ def test_folders_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[s
         [tmp_path / "ft1", tmp_path / "ft2"],
         [tmp_path / "ft1/precision", tmp_path / "ft2/precision"],
     )
-    found = forecast(make_plan(job), progress=False)
+    actual = forecast(make_plan(job), progress=False)
     memory = job_of(state(0), [near(state(0), t) for t in (1, 2)], [curved(1), curved(2)])
     expected = forecast(make_plan(memory), progress=False)
-    for task, other in zip(found.tasks, expected.tasks, strict=True):
+    for task, other in zip(actual.tasks, expected.tasks, strict=True):
         assert task.rise * COUNT == pytest.approx(other.rise, rel=1e-5)
         assert task.share == pytest.approx(other.share, rel=1e-5)
     _, output, _ = run(capsys, "merge", recipe, "--dry-run")
@@ -139,8 +139,8 @@ def test_layers_whose_tensors_arrive_apart() -> None:
     task = blr.Task(mlp(seed=2), (x, torch.arange(60) % 3))
     posterior = blr.fit_laplace(task, structure="kron", prior_precision=1.0)
     job = job_of(base, [task.model], [posterior], method="task_arithmetic", scale=0.5)
-    (found,) = forecast(make_plan(job), progress=False).tasks
-    assert found.share == pytest.approx(0.25, rel=1e-5)
+    (actual,) = forecast(make_plan(job), progress=False).tasks
+    assert actual.share == pytest.approx(0.25, rel=1e-5)
 
 
 def test_a_merge_that_needs_no_precision_is_shown_without_a_forecast(

@@ -42,7 +42,8 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_models_and_posteriors_stand_for_state_dicts_and_precisions() -> None:
     torch.manual_seed(0)
-    base, one = nn.Linear(3, 2), nn.Linear(3, 2)
+    base = nn.Linear(3, 2)
+    one = nn.Linear(3, 2)
     h = {n: torch.rand_like(p) for n, p in one.named_parameters()}
     posterior = blr.Posterior(
         dict(one.state_dict()), {n: v + 0.5 for n, v in h.items()}, prior_precision=0.5, n_data=7
@@ -73,11 +74,12 @@ def test_averages_without_a_record_are_multiplied_by_n_data(tmp_path: Path) -> N
     with pytest.raises(blr.BLRError, match="n_data is missing"):
         blr.merge(**family, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    found, memory = blr.merge(**family, n_data=[10, 20]), family_in_memory()
+    actual = blr.merge(**family, n_data=[10, 20])
+    memory = family_in_memory()
     pairs = zip((10, 20), memory["precisions"], strict=True)
     memory["precisions"] = [{n: k * h for n, h in p.items()} for k, p in pairs]
     expected = blr.merge(**memory)
-    assert all(torch.allclose(found[n], expected[n], rtol=1e-5, atol=1e-6) for n in SHAPES)
+    assert all(torch.allclose(actual[n], expected[n], rtol=1e-5, atol=1e-6) for n in SHAPES)
     with pytest.raises(blr.BLRError, match="leave n_data out"):
         blr.merge(**write_family(tmp_path / "x"), n_data=[10, None], out=tmp_path / "y")
 
@@ -144,10 +146,11 @@ def test_both_names_of_a_tied_tensor_have_its_precision_without_the_prior(
     for k, model in enumerate(models):
         task = blr.Task(model, (torch.arange(60).view(12, 5) ** 2 % 7, torch.arange(12) % 7))
         q = blr.fit_laplace(task, structure="diag", prior_precision=5.0)
-        h, held = (q.precision("words.weight") - 5.0).double(), open_precision(q)
+        h = (q.precision("words.weight") - 5.0).double()
+        held = open_precision(q)
         for name in ("words.weight", "read.weight"):
-            found = held.read(name, 0, h.numel(), Scratch(), torch.float64)
-            torch.testing.assert_close(found.double(), h.flatten(), rtol=1e-4, atol=1e-5)
+            actual = held.read(name, 0, h.numel(), Scratch(), torch.float64)
+            torch.testing.assert_close(actual.double(), h.flatten(), rtol=1e-4, atol=1e-5)
         q.save(tmp_path / str(k))
         precisions.append(tmp_path / str(k) if stored else q)
     merged = blr.merge(base, models, precisions=precisions, delta=1.0)
@@ -262,9 +265,13 @@ def test_the_card_the_recipe_and_the_report(tmp_path: Path) -> None:
     )
     texts = {p.name: p.read_text() for p in report.folder.iterdir() if p.suffix != ".safetensors"}
     assert texts.keys() == {
-        "README.md", "merge_recipe.yml", "merge_report.csv", "config.json", "tokenizer.json",
+        "README.md",
+        "merge_recipe.yml",
+        "merge_report.csv",
+        "config.json",
+        "tokenizer.json",
         "merge_files.json",
-    }  # fmt: skip
+    }
     assert not any(str(tmp_path) in text for text in texts.values())
     card = texts["README.md"]
     _, head, _ = card.split("---\n", 2)
@@ -272,13 +279,15 @@ def test_the_card_the_recipe_and_the_report(tmp_path: Path) -> None:
         "library_name": "transformers",
         "tags": ["merge", "blr_analysis", "gradient_matching"],
     }
-    assert "# out\n" in card and "The base is base." in card
+    assert "# out\n" in card
+    assert "The base is base." in card
     assert r"| ft1 | `1.0` | ft1/precision, diag, fisher\_mc |" in card
     (row,) = (line for line in card.splitlines() if line.startswith("| a"))
     name = r"a\|b\`c \<img src=x\> \[l\]\(http:--x\) \*\_\#"
     assert row == rf"| {name} | `[0.5, 1.5]` | {name}/precision, diag, fisher\_mc |"
     assert f"````yaml\n{RECIPE}````" in card  # a fence longer than what is inside
-    assert "6 tensors merged, 0 copied" in card and "## Recipe" in card
+    assert "6 tensors merged, 0 copied" in card
+    assert "## Recipe" in card
     assert texts["merge_recipe.yml"].splitlines()[1:] == RECIPE.splitlines()
     rows = list(csv.DictReader(io.StringIO(texts["merge_report.csv"])))
     assert [row["tensor"] for row in rows] == [item.name for item in report.plan.tensors]
@@ -290,16 +299,17 @@ def test_the_card_the_recipe_and_the_report(tmp_path: Path) -> None:
 
 
 def test_models_of_the_hub_are_linked_and_tied_tensors_told(tmp_path: Path) -> None:
-    base, places = state(0), []
+    base = state(0)
+    places = []
     for k, name in enumerate(("org/base", "me/ft-1", "me/ft_2")):
         cache = tmp_path / f"models--{name.replace('/', '--')}" / "snapshots" / "0a"
         head = {"head.weight": base["embed.weight"].clone()} if k == 0 else {}
         places.append(write_model(cache, {**(near(base, k) if k else base), **head}))
     report = blr.merge(places[0], places[1:], method="task_arithmetic", out=tmp_path / "out")
     _, head, _ = model_card(report, "").split("---\n", 2)
-    found = YAML(typ="safe").load(head)
-    assert found["base_model"] == ["org/base", "me/ft-1", "me/ft_2"]
-    assert found["base_model_relation"] == "merge"
+    actual = YAML(typ="safe").load(head)
+    assert actual["base_model"] == ["org/base", "me/ft-1", "me/ft_2"]
+    assert actual["base_model_relation"] == "merge"
     note = "me/ft-1: tied to embed.weight; me/ft_2: tied to embed.weight"
     assert f",{note}\n" in documents(report, "")["merge_report.csv"]
 

@@ -71,15 +71,16 @@ def test_drawn_where_asked_or_on_a_figure_of_its_own(name: str) -> None:
     own = EVERY[name]()
     file = BytesIO()
     own.figure.savefig(file)
-    assert own.figure is not figure and file.getvalue().startswith(b"\x89PNG")
+    assert own.figure is not figure
+    assert file.getvalue().startswith(b"\x89PNG")
     with pytest.raises(InputError, match="ax must be"):
         EVERY[name]("axes")
 
 
 def test_points_of_the_mismatch_lie_where_the_table_says() -> None:
-    found = mismatch()
-    table = found.table
-    ax = plot_mismatch(found)
+    actual = mismatch()
+    table = actual.table
+    ax = plot_mismatch(actual)
     for k, group in enumerate(table.groupby("merge", sort=False)):
         drawn = np.asarray(ax.collections[k].get_offsets())
         rise = group[1].nll_merged - group[1].nll_own
@@ -107,13 +108,13 @@ def test_the_cost_is_that_on_test_data_where_there_are_any() -> None:
 
 
 def line(ax: Axes, label: str) -> tuple[np.ndarray, np.ndarray]:
-    (found,) = (each for each in ax.lines if each.get_label() == label)
-    return np.asarray(found.get_xdata()), np.asarray(found.get_ydata())
+    (actual,) = (each for each in ax.lines if each.get_label() == label)
+    return np.asarray(actual.get_xdata()), np.asarray(actual.get_ydata())
 
 
 def test_one_method_shows_its_tasks_and_their_mean() -> None:
-    found = curve(SHARED[::-1])
-    ax = plot_merge_curve(found)
+    actual = curve(SHARED[::-1])
+    ax = plot_merge_curve(actual)
     losses = np.array([0.3 + (a - 0.6) ** 2 for a in GRID])
     for label, extra in (("news", 0.0), ("books", 0.1), ("mean", 0.05)):
         x, y = line(ax, label)
@@ -127,9 +128,9 @@ def test_one_method_shows_its_tasks_and_their_mean() -> None:
 
 
 def test_rows_and_grids_show_the_order() -> None:
-    found = curve(PLANE, "rows")
-    ax = plot_merge_curve(found)
-    values = np.array([p.nll for p in found.points])
+    actual = curve(PLANE, "rows")
+    ax = plot_merge_curve(actual)
+    values = np.array([p.nll for p in actual.points])
     np.testing.assert_allclose(line(ax, "matching")[1], values)
     assert line(ax, "best: α = (0.6, 0)")[0][0] == values.argmin() + 1
 
@@ -158,7 +159,8 @@ def test_results_find_their_tables_and_pictures() -> None:
     tried = MergeCurve([*tried.points, failed], *("ab", ("news", "books"), "shared"))
     table = tried.table
     assert table.loc[table.best, ["method", "weight"]].values.tolist() == [["matching", 0.6]]
-    assert table.failure.tolist() == [""] * 22 + ["outputs"] and math.isinf(table.nll[22])
+    assert table.failure.tolist() == [""] * 22 + ["outputs"]
+    assert math.isinf(table.nll[22])
     assert "1 could not be run" in tried.plot().get_title()
     assert list(mismatch().table.task[:3]) == ["news", "books", "films"]
     assert isinstance(mismatch().plot(), Axes)

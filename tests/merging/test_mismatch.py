@@ -56,19 +56,24 @@ def test_every_number_by_plain_autograd(batch_size: int) -> None:
     merged = average(*map(copied, models.values()))
     curved = {k: {n: torch.rand_like(t) + 0.1 for n, t in merged.items()} for k in models}
     before = {k: copied(m) for k, m in models.items()}
-    found = gradient_mismatch(tasks, merged, precisions=curved, tests=tests, progress=False)
-    table = found.table.set_index("task")
-    assert list(table.index) == ["a", "b"] and set(table["merge"]) == {"merged"}
+    actual = gradient_mismatch(tasks, merged, precisions=curved, tests=tests, progress=False)
+    table = actual.table.set_index("task")
+    assert list(table.index) == ["a", "b"]
+    assert set(table["merge"]) == {"merged"}
     total: Any = 0
     for k, model in models.items():
         there = loaded(model, merged)
         g, loss, right = by_autograd(model, *data[k])
         g_merged, loss_merged, right_merged = by_autograd(there, *data[k])
         total = total + g_merged
-        n, step, h = len(data[k][1]), flat(merged) - flat(before[k]), flat(curved[k])
+        n = len(data[k][1])
+        step = flat(merged) - flat(before[k])
+        h = flat(curved[k])
         _, test_loss, test_right = by_autograd(model, *held[k])
         _, test_merged, test_right_merged = by_autograd(there, *held[k])
-        m, change, gap = len(held[k][1]), g_merged - g, loss_merged - loss
+        m = len(held[k][1])
+        change = g_merged - g
+        gap = loss_merged - loss
         expected = {
             **{"n_data": n, "mismatch": float(change.norm())},
             "mismatch_per_example": float(change.norm()) / n,
@@ -87,17 +92,20 @@ def test_every_number_by_plain_autograd(batch_size: int) -> None:
             assert table.loc[k, column] == pytest.approx(value, rel=1e-10, abs=1e-12), column
         assert all(torch.equal(t, before[k][n]) for n, t in model.state_dict().items())
         assert all(p.grad is None and p.requires_grad for p in model.parameters())
-    assert found.joint["merged"] == pytest.approx(float(total.norm()), rel=1e-10)
+    assert actual.joint["merged"] == pytest.approx(float(total.norm()), rel=1e-10)
 
 
 def linear_tasks(count: int, prior: float) -> tuple[list[Task], list[State], list[State]]:
     """Features that are orthogonal, so that XᵀX is diagonal; H_t; θ_t from base 0."""
-    tasks, curved, models = [], [], []
+    tasks = []
+    curved = []
+    models = []
     for t in range(count):
         g = torch.Generator().manual_seed(t)
         q, _ = torch.linalg.qr(torch.randn(12, 3, generator=g, dtype=torch.float64))
         x = q * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-        y, h = torch.randn(12, generator=g, dtype=torch.float64), (x**2).sum(0)
+        y = torch.randn(12, generator=g, dtype=torch.float64)
+        h = (x**2).sum(0)
         model = nn.Linear(3, 1, bias=False).double()
         model.load_state_dict({"weight": ((x.T @ y) / (h + prior))[None]})
         tasks.append(Task(model, (x, y), likelihood="gaussian"))
@@ -118,20 +126,21 @@ def test_gradient_matching_of_linear_regressions_is_the_optimum_of_all(prior: fl
     xs, ys = (torch.cat([t.dataset.tensors[k] for t in tasks]) for k in (0, 1))
     best = torch.linalg.solve(xs.T @ xs + prior * torch.eye(3).double(), xs.T @ ys)
     torch.testing.assert_close(merges["matching"]["weight"][0], best, rtol=0, atol=1e-12)
-    found = gradient_mismatch(tasks, merges, precisions=curved)
+    actual = gradient_mismatch(tasks, merges, precisions=curved)
     # At the optimum the pulls of the tasks and of the prior cancel …
-    assert found.joint["matching"] == pytest.approx(prior * float(best.norm()), abs=1e-12)
-    assert found.joint["arithmetic"] > 1
+    assert actual.joint["matching"] == pytest.approx(prior * float(best.norm()), abs=1e-12)
+    assert actual.joint["arithmetic"] > 1
     # … and what is left of each is H_t (θ* − θ_t).
-    rows = found.table[found.table["merge"] == "matching"]
+    rows = actual.table[actual.table["merge"] == "matching"]
     for mismatch, h, own in zip(rows.mismatch, curved, models, strict=True):
         left = h["weight"][0] * (best - own["weight"][0])
         assert mismatch == pytest.approx(float(left.norm()), rel=1e-10)
-    totals = found.totals()
-    assert totals["matching"] < totals["arithmetic"] and "arithmetic: mismatch" in repr(found)
-    assert found.totals("gap")["matching"] < found.totals("gap")["arithmetic"]
+    totals = actual.totals()
+    assert totals["matching"] < totals["arithmetic"]
+    assert "arithmetic: mismatch" in repr(actual)
+    assert actual.totals("gap")["matching"] < actual.totals("gap")["arithmetic"]
     with pytest.raises(InputError, match="column"):
-        found.totals("task")
+        actual.totals("task")
 
 
 def test_the_tensors_share_the_gap_by_gradient() -> None:
@@ -173,10 +182,10 @@ def test_a_posterior_foretells_by_its_data_part_and_measures_by_the_whole() -> N
         Posterior(m, s, prior_precision=3.0, n_data=12) for m, s in zip(models, whole, strict=True)
     ]
     merged = average(*models)
-    found = gradient_mismatch(tasks, merged, precisions=posteriors).table
+    actual = gradient_mismatch(tasks, merged, precisions=posteriors).table
     data, both = (gradient_mismatch(tasks, merged, precisions=p).table for p in (curved, whole))
-    assert found.gap_by_precision.tolist() == pytest.approx(data.gap_by_precision.tolist())
-    assert found.mismatch_in_metric.tolist() == pytest.approx(both.mismatch_in_metric.tolist())
+    assert actual.gap_by_precision.tolist() == pytest.approx(data.gap_by_precision.tolist())
+    assert actual.mismatch_in_metric.tolist() == pytest.approx(both.mismatch_in_metric.tolist())
     assert (data.gap_by_precision < both.gap_by_precision).all()
     assert (data.mismatch_in_metric > both.mismatch_in_metric).all()
 
@@ -190,8 +199,8 @@ def test_one_model_for_all_tasks_with_the_weights_named() -> None:
     merged = average(*map(copied, models))
     expected = gradient_mismatch(apart, merged).table
     for given in (list(map(copied, models)), models):
-        found = gradient_mismatch(together, merged, models=given).table
-        assert found.drop(columns="merge").equals(expected.drop(columns="merge"))
+        actual = gradient_mismatch(together, merged, models=given).table
+        assert actual.drop(columns="merge").equals(expected.drop(columns="merge"))
     with pytest.raises(InputError, match="share one model"):
         gradient_mismatch(together, merged)
 
@@ -204,14 +213,16 @@ def test_several_merges_are_made_when_their_turn_comes_and_let_go_of() -> None:
     def mixed(share: float) -> State:
         assert all(ref() is None for ref in made)
         one, two = map(copied, models)
-        found = {n: share * one[n] + (1 - share) * two[n] for n in one}
-        made.append(weakref.ref(found["0.weight"].untyped_storage()))
-        return found
+        actual = {n: share * one[n] + (1 - share) * two[n] for n in one}
+        made.append(weakref.ref(actual["0.weight"].untyped_storage()))
+        return actual
 
     merges = {f"{share}": partial(mixed, share) for share in (0.0, 0.5, 1.0)}
     table = gradient_mismatch(tasks, merges).table.set_index(["merge", "task"])
-    assert list(table.index) == [(m, t) for m in merges for t in "12"] and len(made) == 3
-    assert table.loc[("0.0", "2"), "mismatch"] == 0 and table.loc[("1.0", "1"), "mismatch"] == 0
+    assert list(table.index) == [(m, t) for m in merges for t in "12"]
+    assert len(made) == 3
+    assert table.loc[("0.0", "2"), "mismatch"] == 0
+    assert table.loc[("1.0", "1"), "mismatch"] == 0
     same = gradient_mismatch(tasks, loaded(models[0], average(*map(copied, models)))).table
     assert same.mismatch.tolist() == pytest.approx(table.loc["0.5"].mismatch.tolist(), rel=1e-12)
 
@@ -251,11 +262,13 @@ def test_buffers_and_frozen_parameters_are_those_of_the_merge() -> None:
 
 def test_sequences_with_tied_weights_under_either_name() -> None:
     x = torch.tensor([[0, 1, 2, 3], [4, 5, 0, 1]])
-    model, other = tiny_lm(1, tied=True), tiny_lm(2, tied=True)
+    model = tiny_lm(1, tied=True)
+    other = tiny_lm(2, tied=True)
     f = other(x).logits.detach()
     y = f.argmax(-1)  # three tokens right in one sequence, two wrong in the other
     y[1] = (y[1] + 1) % 6
-    y[0, 3:], y[1, 2:] = -100, -100
+    y[0, 3:] = -100
+    y[1, 2:] = -100
     task = Task(model, (x, y), likelihood="tokens", batch_size=1)
     loss = float(F.cross_entropy(f.flatten(0, 1), y.flatten(), reduction="sum"))
     both = copied(other)
@@ -279,8 +292,8 @@ def test_merges_in_folders(tmp_path: Path) -> None:
     expected = gradient_mismatch(tasks, average(*map(copied, models))).table
     report = merge(None, folders, method="linear", dtype=torch.float64, out=tmp_path / "merged")
     for given in (report, tmp_path / "merged", str(tmp_path / "merged" / "model.safetensors")):
-        found = gradient_mismatch(tasks, given, models=folders).table
-        assert found.mismatch.tolist() == pytest.approx(expected.mismatch.tolist(), rel=1e-9)
+        actual = gradient_mismatch(tasks, given, models=folders).table
+        assert actual.mismatch.tolist() == pytest.approx(expected.mismatch.tolist(), rel=1e-9)
     with pytest.raises(StorageError, match="nowhere"):
         gradient_mismatch(tasks, tmp_path / "nowhere")
 

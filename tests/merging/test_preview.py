@@ -35,18 +35,19 @@ class Setting:
 
         names = ("news", "books", "films")
         self.models = {k: {n: near(t) for n, t in self.base.items()} for k in names}
-        self.precisions, self.prior = {k: curved() for k in names}, curved()
+        self.precisions = {k: curved() for k in names}
+        self.prior = curved()
         self.data = {"news": examples(2), "books": examples(3, 9)}
         self.tasks = {k: Task(self.model, d, batch_size=7) for k, d in self.data.items()}
 
     def scores(self, weights: State) -> dict[str, tuple[float, float]]:
         other = mlp()
         other.load_state_dict(weights)
-        found = {}
+        actual = {}
         for k, (x, y) in self.data.items():
             f = other(x).detach()
-            found[k] = (float(F.cross_entropy(f, y)), float((f.argmax(1) == y).double().mean()))
-        return found
+            actual[k] = (float(F.cross_entropy(f, y)), float((f.argmax(1) == y).double().mean()))
+        return actual
 
 
 S = Setting()
@@ -62,12 +63,15 @@ def test_every_point_is_the_merge_run_by_hand(method: str) -> None:
     curve = merge_curve(
         S.base, S.models, S.tasks, method=method, weights=rows, **curved, **delta, **DOUBLE
     )
-    assert curve.models == ("news", "books", "films") and curve.tasks == ("news", "books")
-    assert [p.weights for p in curve.points] == rows and curve.methods == (method,)
+    assert curve.models == ("news", "books", "films")
+    assert curve.tasks == ("news", "books")
+    assert [p.weights for p in curve.points] == rows
+    assert curve.methods == (method,)
     held = {k: v for k, v in curved.items() if METHODS[method].takes(k)}
     if "precisions" in held:
         held["precisions"] = list(S.precisions.values())
-    table, many = curve.table, list(S.models.values())
+    table = curve.table
+    many = list(S.models.values())
     for (_, row), weights in zip(table.iterrows(), rows, strict=True):
         how = {"method": method, "weights": weights, **held, **delta, **DOUBLE}
         scores = S.scores(merge(S.base, many, **how))
@@ -77,16 +81,20 @@ def test_every_point_is_the_merge_run_by_hand(method: str) -> None:
         assert row["nll"] == pytest.approx(sum(s[0] for s in scores.values()) / 2, rel=1e-9)
         assert row["accuracy"] == pytest.approx(sum(s[1] for s in scores.values()) / 2)
         assert [row[f"weight_{k}"] for k in curve.models] == list(weights)
-        assert row["method"] == method and row["failure"] == ""
-    assert table["weight"].tolist()[1] == 1.0 and math.isnan(table["weight"][0])
-    assert table["best"].sum() == 1 and table["nll"][table["best"]].item() == table["nll"].min()
+        assert row["method"] == method
+        assert row["failure"] == ""
+    assert table["weight"].tolist()[1] == 1.0
+    assert math.isnan(table["weight"][0])
+    assert table["best"].sum() == 1
+    assert table["nll"][table["best"]].item() == table["nll"].min()
     assert all(torch.equal(t, before[n]) for n, t in S.model.state_dict().items())
 
 
 def test_one_weight_for_all_and_the_default_grid() -> None:
     curve = merge_curve(S.base, S.models, S.tasks, method="task_arithmetic", **DOUBLE)
     alphas = [p.weights[0] for p in curve.points]
-    assert alphas == sorted({k / 10 for k in range(16)} | {1 / 3}) and curve.shape == "shared"
+    assert alphas == sorted({k / 10 for k in range(16)} | {1 / 3})
+    assert curve.shape == "shared"
     assert all(len(set(p.weights)) == 1 for p in curve.points)
     given = merge_curve(
         S.base, S.models, S.tasks, method="task_arithmetic", weights=[0.5, 0.0, 0.5], **DOUBLE
@@ -102,16 +110,23 @@ def test_all_combinations_of_some_weights() -> None:
         S.base, S.models, S.tasks["news"], method="task_arithmetic", weights=axes, **DOUBLE
     )
     expected = [(a, b, 0.5) for a in (-1.0, 0.0, 2.0) for b in (0.0, 1.0)]
-    assert [p.weights for p in curve.points] == expected and curve.shape == "grid"
-    assert curve.tasks == ("1",) and list(curve.weights) == ["news", "books", "films"]
+    assert [p.weights for p in curve.points] == expected
+    assert curve.shape == "grid"
+    assert curve.tasks == ("1",)
+    assert list(curve.weights) == ["news", "books", "films"]
 
 
 @pytest.mark.parametrize("method", ["linear", "fisher"])
 def test_weights_that_sum_to_nothing_have_no_average(method: str) -> None:
     curve = merge_curve(
-        S.base, S.models, S.tasks, method=method, weights=[[0.5, -0.5, 0], [1, 1, 1]],
-        precisions=S.precisions, **DOUBLE,
-    )  # fmt: skip
+        S.base,
+        S.models,
+        S.tasks,
+        method=method,
+        weights=[[0.5, -0.5, 0], [1, 1, 1]],
+        precisions=S.precisions,
+        **DOUBLE,
+    )
     assert [p.failure for p in curve.points] == ["the weights sum to 0", ""]
     assert curve.best.weights == (1.0, 1.0, 1.0)
 
@@ -139,13 +154,16 @@ def test_several_methods_in_one_call() -> None:
     curve = merge_curve(
         S.base, S.models, S.tasks, method=names, delta=0.2, weights=[0.0, 0.5, 1.0], **given
     )
-    assert list(curve.methods) == names and len(curve) == 9
+    assert list(curve.methods) == names
+    assert len(curve) == 9
     alone = merge_curve(S.base, S.models, S.tasks, delta=0.2, weights=[0.0, 0.5, 1.0], **given)
     assert [p.nlls for p in curve.points[:3]] == [p.nlls for p in alone.points]
     assert curve.best_of("gradient_matching").nll == alone.best.nll
     first = curve.points[6]  # of the average, with weights 0
-    assert first.failure == "the weights sum to 0" and math.isinf(first.nll)
-    assert "best of 9: " in repr(curve) and "1 could not be run" in repr(curve)
+    assert first.failure == "the weights sum to 0"
+    assert math.isinf(first.nll)
+    assert "best of 9: " in repr(curve)
+    assert "1 could not be run" in repr(curve)
     assert curve.table["failure"][6] == first.failure
 
 
@@ -154,8 +172,11 @@ def test_a_merge_that_overflows_is_not_the_end() -> None:
     how: dict[str, Any] = {"method": "task_arithmetic", **DOUBLE}
     curve = merge_curve(S.base, models, S.tasks, weights=[0.0, 1e10], **how)
     good, bad = curve.points
-    assert good.failure == "" and curve.best is good
-    assert "does not fit" in bad.failure and math.isinf(bad.nll) and math.isnan(bad.accuracy)
+    assert good.failure == ""
+    assert curve.best is good
+    assert "does not fit" in bad.failure
+    assert math.isinf(bad.nll)
+    assert math.isnan(bad.accuracy)
     with pytest.raises(ModelError, match="none of the 1 merges"):
         merge_curve(S.base, models, S.tasks, weights=[1e10], **how)
 
@@ -167,8 +188,8 @@ def test_posteriors_modules_and_other_dtypes() -> None:
     }
     given: dict[str, Any] = dict(weights=[1.0], delta=0.1, **DOUBLE)
     plain = merge_curve(S.base, S.models, S.tasks, precisions=S.precisions, **given)
-    found = merge_curve(S.model, S.models, S.tasks, precisions=posteriors, **given)
-    assert found.best.nlls == pytest.approx(plain.best.nlls, rel=1e-10)
+    actual = merge_curve(S.model, S.models, S.tasks, precisions=posteriors, **given)
+    assert actual.best.nlls == pytest.approx(plain.best.nlls, rel=1e-10)
     single = {k: {n: t.float() for n, t in m.items()} for k, m in S.models.items()}
     base = {n: t.float() for n, t in S.base.items()}
     near = merge_curve(base, single, S.tasks, precisions=S.precisions, **given)

@@ -56,7 +56,7 @@ def weight_of(member: Member, name: str) -> float:
 
 def test_every_key_arrives_in_the_job(read: Read, place: Path) -> None:
     first = "{model: ./ft1, precision: ./ft2/precision, n_data: 100, parameters: {weight: -0.5}}"
-    found = read(
+    actual = read(
         f"{MATCH}base_precision: ./base/precision\n"
         f"models: [{first}, {{model: ./ft2, parameters: {{weight: 2}}}}]\n"
         "parameters: {delta: 1e-3, missing_precision: zero, normalize: true}\n"
@@ -67,15 +67,15 @@ def test_every_key_arrives_in_the_job(read: Read, place: Path) -> None:
     dtypes = {"dtype": torch.float64, "out_dtype": torch.bfloat16}
     told: dict[str, Any] = {"delta": 1e-3, "missing_precision": "zero", "normalize": True}
     base = place / "base", place / "base/precision"
-    assert found.job == Job("gradient_matching", (one, two), *base, **told, **dtypes)
-    assert found.notes == ()
+    assert actual.job == Job("gradient_matching", (one, two), *base, **told, **dtypes)
+    assert actual.notes == ()
 
 
 def test_the_precisions_beside_the_models_are_taken(read: Read, place: Path) -> None:
-    found = read(MATCH + ONE)
-    assert found.job.members[0].precision == place / "ft1/precision"
-    assert found.job.base_precision == place / "base/precision"
-    assert "taken from" in found.notes[0]
+    actual = read(MATCH + ONE)
+    assert actual.job.members[0].precision == place / "ft1/precision"
+    assert actual.job.base_precision == place / "base/precision"
+    assert "taken from" in actual.notes[0]
     none = "base_precision: null\nmodels: [{model: ft1, precision: null}]\n"
     without = read(f"{MATCH}{none}parameters: {{missing_precision: zero}}").job
     assert (without.members[0].precision, without.base_precision) == (None, None)
@@ -84,22 +84,22 @@ def test_the_precisions_beside_the_models_are_taken(read: Read, place: Path) -> 
 def test_defaults_are_the_methods_own(read: Read) -> None:
     own = {"gradient_matching": 1.0, "fisher": 1.0, "linear": 1.0, "task_arithmetic": 0.5}
     for method, weight in own.items():
-        found = read(f"merge_method: {method}\nbase_model: base\n{BOTH}")
-        assert [member.weight for member in found.job.members] == [weight] * 2
-        job = found.job
+        actual = read(f"merge_method: {method}\nbase_model: base\n{BOTH}")
+        assert [member.weight for member in actual.job.members] == [weight] * 2
+        job = actual.job
         assert (job.normalize, job.dtype, job.out_dtype) == (None, torch.float32, None)
 
 
 def test_what_a_method_has_no_use_for_is_said(read: Read) -> None:
-    found = read(
+    actual = read(
         "merge_method: task_arithmetic\nbase_model: base\nbase_precision: base/precision\n"
         "models:\n- {model: ft1, precision: ft1/precision, parameters: {weight: 1, density: 1}}\n"
         "parameters: {delta: 1, missing_precision: zero, int8_mask: true}"
     )
-    job = found.job
+    job = actual.job
     assert (job.members[0].precision, job.base_precision, job.delta) == (None, None, 0.0)
     words = ("delta", "missing_precision", "density", "task_arithmetic takes no precisions")
-    assert [n.partition(" has ")[0].partition(":")[0] for n in found.notes] == list(words)
+    assert [n.partition(" has ")[0].partition(":")[0] for n in actual.notes] == list(words)
 
 
 ARITHMETIC = """
@@ -131,16 +131,16 @@ def test_a_task_arithmetic_recipe_of_mergekit(read: Read) -> None:
 
 
 def test_whose_weight_decides(read: Read) -> None:
-    found = read(
+    actual = read(
         "merge_method: linear\nmodels:\n- model: ft1\n- model: ft2\n"
         "  parameters: {weight: [{filter: mlp, value: 1e-1}]}\nparameters: {weight: 0.5}"
     )
-    assert found.job.members[0].weight == 0.5
-    assert weight_of(found.job.members[1], "layers.0.mlp.weight") == 0.1
-    assert weight_of(found.job.members[1], "layers.0.norm.weight") == 0.5
+    assert actual.job.members[0].weight == 0.5
+    assert weight_of(actual.job.members[1], "layers.0.mlp.weight") == 0.1
+    assert weight_of(actual.job.members[1], "layers.0.norm.weight") == 0.5
     for told, names in (("{}", ["ft1", "ft2"]), ("{weight: 2}", ["ft1", "ft2", "base"])):
-        found = read(f"{HEAD}base_model: base\n{BOTH}parameters: {told}")
-        assert [m.model.name for m in found.job.members] == names
+        actual = read(f"{HEAD}base_model: base\n{BOTH}parameters: {told}")
+        assert [m.model.name for m in actual.job.members] == names
 
 
 def merge(root: Path, text: str) -> tuple[dict[str, Tensor], Path]:
@@ -199,8 +199,8 @@ def test_where_models_are(
         "org/model@v1": snapshot,
         "./base+./lora": place / "lora",
     }.items():
-        found = read(f"{TASK}models: [{{model: {written}}}, {{model: ft2}}]")
-        assert found.job.members[0].model == expected
+        actual = read(f"{TASK}models: [{{model: {written}}}, {{model: ft2}}]")
+        assert actual.job.members[0].model == expected
     with pytest.raises(InputError, match="huggingface-cli download"):
         read("merge_method: linear\nmodels:\n- model: org/model@v2")
 
@@ -344,15 +344,50 @@ def test_files_that_are_no_recipe(place: Path) -> None:
 
 
 KEYS = [
-    "merge_method", "base_model", "base_precision", "models", "slices", "parameters", "dtype",
-    "tokenizer_source", "tokenizer", "model", "precision", "n_data", "weight", "lambda",
-    "normalize", "density", "delta", "missing_precision", "filter", "value", "source", "data",
-]  # fmt: skip
+    "merge_method",
+    "base_model",
+    "base_precision",
+    "models",
+    "slices",
+    "parameters",
+    "dtype",
+    "tokenizer_source",
+    "tokenizer",
+    "model",
+    "precision",
+    "n_data",
+    "weight",
+    "lambda",
+    "normalize",
+    "density",
+    "delta",
+    "missing_precision",
+    "filter",
+    "value",
+    "source",
+    "data",
+]
 METHODS = ["linear", "fisher", "task_arithmetic", "gradient_matching"]
 WORDS = [
-    "ties", "base", "ft1", "plain", "./base+./ft1", "org/model", "~", "~x", "auto", "union",
-    "float32", "zero", "mlp", "", "\0", "\ud800", "a" * 300, "*",
-]  # fmt: skip
+    "ties",
+    "base",
+    "ft1",
+    "plain",
+    "./base+./ft1",
+    "org/model",
+    "~",
+    "~x",
+    "auto",
+    "union",
+    "float32",
+    "zero",
+    "mlp",
+    "",
+    "\0",
+    "\ud800",
+    "a" * 300,
+    "*",
+]
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 9), st.floats(), st.sampled_from(WORDS), st.text()
 )
@@ -396,19 +431,19 @@ LLAMA = ["model.embed_tokens.weight", *LAYERS, "model.norm.weight", "lm_head.wei
     ],
 )
 def test_a_list_is_interpolated_over_the_layers(values: Any, expected: list[float]) -> None:
-    found = LayerWeights((Rule(values),), depths(LLAMA))
-    assert [found(name) for name in LAYERS[::2]] == expected
-    assert {found(name) for name in LLAMA if name not in LAYERS} == {values[0]}
+    actual = LayerWeights((Rule(values),), depths(LLAMA))
+    assert [actual(name) for name in LAYERS[::2]] == expected
+    assert {actual(name) for name in LLAMA if name not in LAYERS} == {values[0]}
 
 
 def test_the_first_fitting_rule_decides() -> None:
     rules = Rule((0.0, 1.0), "mlp"), Rule((7.0,), "layers.3"), Rule((2.0,), "norm")
-    found = LayerWeights(rules, depths(LLAMA), 0.5)
-    assert found("model.layers.3.mlp.up.weight") == 0.75  # of mlp, although it is in layer 3
-    assert found("model.layers.3.norm.weight") == 7.0
-    assert found("model.layers.2.norm.weight") == 2.0
-    assert found("lm_head.weight") == 0.5  # of which no rule speaks
-    assert repr(found) == "mlp: [0.0, 1.0]; layers.3: 7.0; norm: 2.0; 0.5"
+    actual = LayerWeights(rules, depths(LLAMA), 0.5)
+    assert actual("model.layers.3.mlp.up.weight") == 0.75  # of mlp, although it is in layer 3
+    assert actual("model.layers.3.norm.weight") == 7.0
+    assert actual("model.layers.2.norm.weight") == 2.0
+    assert actual("lm_head.weight") == 0.5  # of which no rule speaks
+    assert repr(actual) == "mlp: [0.0, 1.0]; layers.3: 7.0; norm: 2.0; 0.5"
 
 
 def test_stacks_of_layers() -> None:

@@ -47,7 +47,8 @@ def big_family(root: Path, rows: int) -> dict[str, Any]:
     def normal() -> torch.Tensor:
         return torch.randn(rows, 64, generator=generator)
 
-    base, places = normal().bfloat16(), []
+    base = normal().bfloat16()
+    places = []
     for k, name in enumerate(("base", "ft1", "ft2")):
         tuned = {"embed": (base + 0.01 * k * normal()).bfloat16(), "norm": torch.ones(64)}
         precision = {"embed": normal().abs(), "norm": torch.ones(64)}
@@ -102,12 +103,13 @@ def test_a_disk_that_is_full_or_fills_up_leaves_nothing(
     def full(fd: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    found, usage = small_plan(tmp_path), shutil.disk_usage(tmp_path)
+    actual = small_plan(tmp_path)
+    usage = shutil.disk_usage(tmp_path)
     if when == "before":
         monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=10))
     monkeypatch.setattr(shards, "_reserve", full)
     with pytest.raises(StorageError, match=word):
-        execute(found, tmp_path / "out")
+        execute(actual, tmp_path / "out")
     assert left(tmp_path) == []
 
 
@@ -139,11 +141,11 @@ def test_a_killed_merge_leaves_no_output_and_the_next_one_cleans_up(tmp_path: Pa
 
 
 def test_a_file_that_changes_during_the_merge_is_refused(tmp_path: Path) -> None:
-    found = small_plan(tmp_path)
+    actual = small_plan(tmp_path)
     file = tmp_path / "ft1" / "model.safetensors"
     os.utime(file, ns=(time.time_ns(), time.time_ns() + 10**9))
     with pytest.raises(StorageError, match="was changed"):
-        execute(found, tmp_path / "out")
+        execute(actual, tmp_path / "out")
     assert left(tmp_path) == []
 
 
@@ -159,17 +161,19 @@ def test_inputs_may_be_read_only_and_are_not_touched(tmp_path: Path) -> None:
 
 
 def test_an_output_that_is_there_is_never_overwritten(tmp_path: Path) -> None:
-    found, full, empty = small_plan(tmp_path), tmp_path / "full", tmp_path / "a" / "empty"
+    actual = small_plan(tmp_path)
+    full = tmp_path / "full"
+    empty = tmp_path / "a" / "empty"
     for folder in (full, empty):
         folder.mkdir(parents=True)
     (full / "mine.txt").write_text("dear to me")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for taken in (full, full / "mine.txt", tmp_path / "link"):
         with pytest.raises(StorageError, match="name a new one"):
-            execute(found, taken)
+            execute(actual, taken)
     assert [p.read_text() for p in full.iterdir()] == ["dear to me"]
     for new in (empty, tmp_path / "b" / "c" / "out"):
-        assert (execute(found, new).folder / "model.safetensors").is_file()
+        assert (execute(actual, new).folder / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -229,7 +233,8 @@ def prefixed(t: dict[str, torch.Tensor]) -> None:
         t[f"model.{name}"] = t.pop(name)
 
 
-NORM, MLP = "layers.0.norm.weight", "layers.0.mlp.weight"
+NORM = "layers.0.norm.weight"
+MLP = "layers.0.mlp.weight"
 DAMAGES: list[tuple[Damage, str]] = [
     (on_model(lambda t: t.pop(NORM)), rf"missing in the first: '{NORM}'"),
     (on_model(lambda t: t.update(odd=torch.ones(2, 2))), "only there: 'odd'"),
@@ -330,19 +335,21 @@ def test_calls_that_make_no_sense(more: dict[str, Any], word: str) -> None:
 
 def test_folders_and_state_dicts_may_be_mixed(tmp_path: Path) -> None:
     """Whatever they are given as, the result is written where ``out`` is named, or comes back."""
-    folders, memory = write_family(tmp_path), family_in_memory()
+    folders = write_family(tmp_path)
+    memory = family_in_memory()
     expected = blr.merge(**memory, delta=1.0)
     mixed = {**folders, "models": memory["models"], "precisions": memory["precisions"]}
     for given in (folders, mixed):
-        found = blr.merge(**given, delta=1.0)
-        assert all(torch.equal(found[n], expected[n]) for n in expected)
+        actual = blr.merge(**given, delta=1.0)
+        assert all(torch.equal(actual[n], expected[n]) for n in expected)
     report = blr.merge(**mixed, delta=1.0, out=tmp_path / "out")
     assert all(torch.equal(t, expected[n]) for n, t in Folder.open(report.folder).tensors().items())
     assert (report.folder / "config.json").is_file()
 
 
 def test_a_merge_that_overflows_its_dtype() -> None:
-    base, model = {"w": torch.zeros(3)}, {"w": torch.full((3,), 6e4)}
+    base = {"w": torch.zeros(3)}
+    model = {"w": torch.full((3,), 6e4)}
     arguments: dict[str, Any] = dict(method="task_arithmetic", out_dtype=torch.float16)
     assert blr.merge(base, [model], **arguments)["w"].dtype == torch.float16
     with pytest.raises(BLRError, match=r"does not fit into torch\.float16"):
@@ -350,7 +357,8 @@ def test_a_merge_that_overflows_its_dtype() -> None:
 
 
 def test_a_model_equal_to_its_base_is_found_wherever_they_differ() -> None:
-    base, one = {"w": torch.zeros(10_000)}, {"w": torch.zeros(10_000)}
+    base = {"w": torch.zeros(10_000)}
+    one = {"w": torch.zeros(10_000)}
     with pytest.raises(BLRError, match="equals its base"):
         blr.merge(base, [one], method="task_arithmetic")
     one["w"][9_000] = 1.0
@@ -369,7 +377,8 @@ def test_an_adapter_needs_its_base_and_a_base_must_fit(tmp_path: Path) -> None:
 
 
 def test_precisions_that_add_up_to_more_than_float32_holds() -> None:
-    base, models = {"w": torch.zeros(2)}, [{"w": torch.full((2,), x)} for x in (0.5, 0.25)]
+    base = {"w": torch.zeros(2)}
+    models = [{"w": torch.full((2,), x)} for x in (0.5, 0.25)]
     huge = [{"w": torch.full((2,), 2e38)}] * 2
     with pytest.raises(BLRError, match="float64"):
         blr.merge(base, models, precisions=huge)

@@ -102,12 +102,20 @@ def test_against_the_dense_solve(
     """With the base's precision and δ, and with α that differ, one of them below 0."""
     base, tasks = family
     fitted = [fit_laplace(t, structure=structure, prior_precision=0.1) for t in tasks]
-    models, delta = [weights_of(t) for t in tasks], 0.3 if min(alphas) > 0 else 30.0
+    models = [weights_of(t) for t in tasks]
+    delta = 0.3 if min(alphas) > 0 else 30.0
     first = fit_laplace(tasks[1], structure=structure, prior_precision=2.0)
     merged = merge(
-        base, models, precisions=fitted, weights=alphas, base_precision=first,
-        delta=delta, trust=True, damping=0.0, dtype=torch.float64,
-    )  # fmt: skip
+        base,
+        models,
+        precisions=fitted,
+        weights=alphas,
+        base_precision=first,
+        delta=delta,
+        trust=True,
+        damping=0.0,
+        dtype=torch.float64,
+    )
     eye = torch.eye(len(flatten(base)), dtype=torch.float64)
     held = [data_part(q) for q in fitted]
     truth = dense_merge(base, models, held, alphas, data_part(first) + delta * eye)
@@ -117,7 +125,8 @@ def test_against_the_dense_solve(
 @pytest.mark.parametrize("structure", ["gram", "kron"])
 @pytest.mark.parametrize(("shrink", "power"), [(0.9, 1.0), (0.0, 1.0), (0.7, 0.5), (1.0, 0.0)])
 def test_shrinkage_and_power(structure: str, shrink: float, power: float) -> None:
-    base, (_, fitted, models) = copied(mlp()), fitted_mlps(structure, prior_precision=1e-9)
+    base = copied(mlp())
+    _, fitted, models = fitted_mlps(structure, prior_precision=1e-9)
     family = {"shrink": shrink, "power": power, "delta": 0.1, "damping": 0.25}
     merged = merge(base, models, precisions=fitted, dtype=torch.float64, **family)
     held = []
@@ -134,7 +143,8 @@ def test_shrinkage_and_power(structure: str, shrink: float, power: float) -> Non
             s = s + 0.25 * s.mean()
             joint = basis @ s.flatten().diag() @ basis.mT
             joint = shrink * joint + (1 - shrink) * joint.diagonal().diag()
-            o, i = len(left), block.right.shape[-1]
+            o = len(left)
+            i = block.right.shape[-1]
             order = torch.arange(o * i).view(o, i)
             order = torch.cat([order[:, :-1].flatten(), order[:, -1]])  # weight, then bias
             size = o * i
@@ -154,7 +164,8 @@ def test_a_table_that_is_head_and_embedding(
     more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Row v has Σ h hᵀ of the head's inputs and the times that token v was looked up, by hand."""
-    tasks, ids = [], torch.arange(60).view(6, 10).square() % 97
+    tasks = []
+    ids = torch.arange(60).view(6, 10).square() % 97
     for k in range(3):
         with seeded(k):
             model = randomised(TinyLM(tied=True, vocabulary=97)).double()
@@ -165,7 +176,8 @@ def test_a_table_that_is_head_and_embedding(
     for q, place in zip(fitted, places, strict=True):
         q.save(place)
     base, *models = (weights_of(t) for t in tasks)
-    based, alphas = more.pop("based", False), more.pop("weights", [1.0, 2.0])
+    based = more.pop("based", False)
+    alphas = more.pop("weights", [1.0, 2.0])
     monkeypatch.setattr("blr_analysis.merging.layer_pieces.rows_at_once", lambda joint: 64)
     how: dict[str, Any] = {"dtype": torch.float64, "weights": alphas, **more}
     how |= {} if based else {"method": "fisher"}
@@ -177,7 +189,8 @@ def test_a_table_that_is_head_and_embedding(
 
     held = []
     for task in tasks:
-        seen, looked = [], torch.zeros(97).double()
+        seen = []
+        looked = torch.zeros(97).double()
         hook = task.model.read.register_forward_pre_hook(lambda m, x, s=seen: s.append(x[0]))
         rows = task.fetch(torch.arange(task.n_data))[0]
         task.model(rows)
@@ -200,7 +213,8 @@ def test_a_table_that_is_head_and_embedding(
 
 def test_without_damping_the_solution_nearest_to_the_average() -> None:
     """Logits of a softmax are known up to a constant, so that G is singular."""
-    (_, fitted, models), names = fitted_mlps("kron", prior_precision=1.0), ("2.weight", "2.bias")
+    _, fitted, models = fitted_mlps("kron", prior_precision=1.0)
+    names = ("2.weight", "2.bias")
     merged = merge(
         None, models, precisions=fitted, method="fisher", damping=0.0, dtype=torch.float64
     )
@@ -251,7 +265,8 @@ def test_folders_and_memory_agree(tmp_path: Path, structure: str) -> None:
 
 def test_singular_moments_keep_the_average_and_are_counted() -> None:
     """Along inputs that no task ever saw the weights are averaged."""
-    one, two = nn.Linear(3, 2, bias=False).double(), nn.Linear(3, 2, bias=False).double()
+    one = nn.Linear(3, 2, bias=False).double()
+    two = nn.Linear(3, 2, bias=False).double()
     x = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]).double()
     tasks = [Task(m, (x * k, torch.tensor([0, 1]))) for m, k in ((one, 1.0), (two, 3.0))]
     fitted = [fit_laplace(t, structure="gram") for t in tasks]
@@ -268,7 +283,8 @@ def test_moments_of_few_examples_are_shrunk_and_said(
 ) -> None:
     """By the variance of their mean over its square, by hand; 3 rows of 4 inputs are singular."""
     torch.manual_seed(0)
-    one, two = nn.Linear(4, 2, bias=False).double(), nn.Linear(4, 2, bias=False).double()
+    one = nn.Linear(4, 2, bias=False).double()
+    two = nn.Linear(4, 2, bias=False).double()
     rows = [normal(count, 4), normal(count, 4, seed=1).cumsum(1)]
     pairs = zip((one, two), rows, strict=True)
     tasks = [Task(m, (x, torch.arange(count) % 2)) for m, x in pairs]

@@ -30,7 +30,10 @@ from blr_analysis.learning_rule.optim import (
 from blr_analysis.posterior import Posterior
 from blr_analysis.task import Task
 
-N, DELTA, DECAY, STEPS = 200, 3.0, 0.1, 5
+N = 200
+DELTA = 3.0
+DECAY = 0.1
+STEPS = 5
 Tree = dict[str, Tensor]
 
 
@@ -108,13 +111,19 @@ class CaptureContract:
         truth = self.expected(member, optimizer, model)
         q = Posterior.from_optimizer(optimizer, model, **self.told)
         torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-        order = [n for g in optimizer.param_groups for p in g["params"]
-                 for n, own in model.named_parameters() if own is p]  # fmt: skip
+        order = [
+            n
+            for g in optimizer.param_groups
+            for p in g["params"]
+            for n, own in model.named_parameters()
+            if own is p
+        ]
         saved = Posterior.from_checkpoint(tmp_path / "state.pt", model, names=order, **self.told)
         for name, p in model.named_parameters():
             torch.testing.assert_close(q.precision(name), truth[name], rtol=1e-6, atol=0)
             assert torch.equal(saved.precision(name), q.precision(name))
-            assert torch.equal(q.mean[name], p) and torch.equal(saved.mean[name], p)
+            assert torch.equal(q.mean[name], p)
+            assert torch.equal(saved.mean[name], p)
         assert list(q.mean) == [n for n, _ in model.named_parameters()]
         assert (q.n_data, q.record["kind"]) == (N, member[1])
         assert q.record["step"] == STEPS
@@ -125,8 +134,10 @@ class CaptureContract:
         model = net()
         model.register_parameter("idle", nn.Parameter(torch.ones(3, dtype=torch.float64)))
         model.first.bias.requires_grad_(False)
-        groups = [{"params": [model.idle, model.first.bias, *model.last.parameters()]},
-                  {"params": [model.first.weight]}]  # fmt: skip
+        groups = [
+            {"params": [model.idle, model.first.bias, *model.last.parameters()]},
+            {"params": [model.first.weight]},
+        ]
         optimizer = self.make(member, groups, model)
         self.train(optimizer, model)
         q = Posterior.from_optimizer(optimizer, model, **self.told)
@@ -204,7 +215,8 @@ class TestSecondMoments(CaptureContract):
         for name, v in self.squares(member, model).items():
             torch.testing.assert_close(q.precision(name), N * 16 * v + DELTA)
         assert (q.record["scaling"], q.record["batch_size"]) == ("squared", 16)
-        assert q.record["bias_corrected"] and "v_hat" in q.record["definition"]
+        assert q.record["bias_corrected"]
+        assert "v_hat" in q.record["definition"]
 
 
 SETTINGS: dict[str, Any] = {"lr": 0.01, "ess": N, "weight_decay": DECAY, "hess_init": 0.3}
@@ -310,7 +322,8 @@ def test_ivon_opts_own_vector_is_read_in_the_order_of_its_groups(
         q = Posterior.from_checkpoint(tmp_path / "state.pt", model, names=order)
     else:
         q = Posterior.from_optimizer(optimizer, model)
-    assert q.n_data == N and q.record["kind"] == "ivon"
+    assert q.n_data == N
+    assert q.record["kind"] == "ivon"
     assert q.record["step"] == (None if saved else STEPS)  # which its state does not count
     for group in optimizer.param_groups:
         hess = group["hess"]
@@ -320,7 +333,8 @@ def test_ivon_opts_own_vector_is_read_in_the_order_of_its_groups(
         vector = N * (hess + group["weight_decay"])
         for p in group["params"]:
             name = next(n for n, own in model.named_parameters() if own is p)
-            part, vector = vector[: p.numel()], vector[p.numel() :]
+            part = vector[: p.numel()]
+            vector = vector[p.numel() :]
             if p.requires_grad:
                 torch.testing.assert_close(q.precision(name), part.view_as(p))
         assert not len(vector)
@@ -360,7 +374,8 @@ def test_checkpoints_keep_what_ivon_opt_had_learned_by_then(tmp_path: Path) -> N
         vectors[t] = optimizer.param_groups[0]["hess"].clone()
     q = checkpoints.posterior(n_data=N)
     steps_kept = [earlier.record["step"] for earlier in q.earlier]
-    assert steps_kept == [1, 2, 4] and q.record["step"] == optimizer.current_step == 8
+    assert steps_kept == [1, 2, 4]
+    assert q.record["step"] == optimizer.current_step == 8
     for posterior, t in zip((*q.earlier, q), (1, 2, 4, 8), strict=True):
         flat = torch.cat([posterior.precision(n).flatten() for n in posterior.mean])
         hess = (vectors[t] - 0.9**t * 0.5) / (1 - 0.9**t)
@@ -412,23 +427,24 @@ def test_an_estimate_that_is_mostly_its_start_is_said_to_be(
     """By what is left of it in h, for long of a large one; a small one by its weight."""
     torch.manual_seed(0)
     model = net()
-    optimizer = VOGN(
-        model.parameters(), model=model, lr=1e-3, ess=N, beta2=0.9, hess_init=start
-    )  # fmt: skip
+    optimizer = VOGN(model.parameters(), model=model, lr=1e-3, ess=N, beta2=0.9, hess_init=start)
     learn(optimizer, model, 5 * rounds)
     q = Posterior.from_optimizer(optimizer, model)
-    share, weight = q.record["initial_share"], 0.9 ** (5 * rounds)
+    share = q.record["initial_share"]
+    weight = 0.9 ** (5 * rounds)
     hess = torch.cat([optimizer.state[p]["hess"].flatten() for p in model.parameters()])
     left = min(weight * start / float(hess.mean()), 1.0)
     assert share == pytest.approx(weight if start < 1 else left)
     assert "of hess is its start, which was taken off" in q.note
     q.save(tmp_path / "q.safetensors")
     back = Posterior.load(tmp_path / "q.safetensors")
-    assert repr(back) == repr(q) and f"initial_share={share:.2g}" in repr(q)
+    assert repr(back) == repr(q)
+    assert f"initial_share={share:.2g}" in repr(q)
     assert back.start == q.start
     learn(optimizer, model, 200)
     after = Posterior.from_optimizer(optimizer, model)
-    assert after.record["initial_share"] < 0.1 and not after.note
+    assert after.record["initial_share"] < 0.1
+    assert not after.note
 
 
 @pytest.mark.parametrize("kind", [IVON, torch.optim.Adam])

@@ -111,7 +111,8 @@ def unique(model: nn.Module, keep_last: bool = False) -> dict[str, Tensor]:
 
 
 def in_shards(path: Path, weights: dict[str, Tensor]) -> None:
-    names, weight_map = list(weights), {}
+    names = list(weights)
+    weight_map = {}
     for k, part in enumerate((names[:5], names[5:])):
         save_file({n: weights[n] for n in part}, path / f"model-{k}.safetensors")
         weight_map |= dict.fromkeys(part, f"model-{k}.safetensors")
@@ -188,7 +189,8 @@ def test_every_layout_is_read_like_the_live_optimizer(layout: str, tmp_path: Pat
     saved = Posterior.from_checkpoint(place, model if alone else empty, **TOLD)
     live = Posterior.from_optimizer(optimizer, model, **TOLD)
     same(saved, live)
-    assert saved.record["source"] == source and saved.record["order"].startswith(rule)
+    assert saved.record["source"] == source
+    assert saved.record["order"].startswith(rule)
     assert saved.record["mean_from"] == ("model" if alone else "checkpoint")
     assert saved.record["tied"] == {"embed.weight": ["head.weight"]}
     if alone:

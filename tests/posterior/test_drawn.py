@@ -12,7 +12,9 @@ from torch import Tensor
 
 from blr_analysis.posterior.drawn import drawn_errors
 
-B, C, T = 6, 3, 4
+B = 6
+C = 3
+T = 4
 DRAWS = 4000
 LABELS = torch.arange(B) % C
 TOKENS = torch.arange(B * T).view(B, T) % C
@@ -72,7 +74,8 @@ def test_second_moments_are_the_hessian_of_the_summed_loss(name: str) -> None:
     total = torch.zeros(f.numel(), f.numel(), dtype=f.dtype)
     for seed in range(DRAWS // f.numel()):
         drawn = drawn_errors(f, d, seed)
-        assert drawn is not None and drawn.loss == kind
+        assert drawn is not None
+        assert drawn.loss == kind
         errors = drawn.errors.flatten()
         total += torch.outer(errors, errors)
     hessian = torch.autograd.functional.hessian(loss, f).view_as(total) / drawn.weight
@@ -96,8 +99,10 @@ def test_what_is_learned_by_heart_is_recognised_and_what_is_ignored_stays_0(
     labels[0] = -100
     d = gradient(lambda f: F.cross_entropy(f, labels), f)
     drawn = drawn_errors(f, d, 0)
-    assert drawn is not None and drawn.loss == "cross-entropy"
-    assert not drawn.errors[0].any() and bool(drawn.errors[1:].any(1).all())
+    assert drawn is not None
+    assert drawn.loss == "cross-entropy"
+    assert not drawn.errors[0].any()
+    assert bool(drawn.errors[1:].any(1).all())
 
 
 def test_weights_of_classes_are_parts_of_the_mean_weight() -> None:

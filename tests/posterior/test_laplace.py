@@ -153,7 +153,8 @@ def test_labels_are_drawn_where_outputs_are_many() -> None:
 def test_directions_are_seen_in_random_sums_of_many_columns() -> None:
     """Σ d dᵀ below the last layer agrees with its closed form on average over seeds; the last
     layer's is exact."""
-    n, classes = 256, 6
+    n = 256
+    classes = 6
     with seeded(0):
         model = randomised(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, classes)))
     task = Task(model, (normal(n, 3), torch.arange(n) % classes))
@@ -169,7 +170,8 @@ def test_directions_are_seen_in_random_sums_of_many_columns() -> None:
     for seed in range(20):
         fit = Fit(task, params, Prior({None: 1.0}), "ggn", 1, seed, None, {})
         mixed = fit.mixed_columns(n)
-        assert mixed is not None and mixed < classes - 1
+        assert mixed is not None
+        assert mixed < classes - 1
         moments = factor_sums(fit, None)
         draws.append(moments["0.weight"][2][0])
         torch.testing.assert_close(moments["2.weight"][2][0], hessians.sum(0).double())
@@ -186,7 +188,8 @@ def test_directions_of_texts_are_seen_in_ten_times_as_many_tokens(tokens: int, s
     rows = [{"input_ids": row, "labels": row} for row in ids]
     task = Task(build("llama", "causal_lm"), rows, likelihood="causal_lm")
     sample = sampled_examples(task)
-    assert sample is not None and len(sample) == size
+    assert sample is not None
+    assert len(sample) == size
     assert sampled_examples(task.subset(range(32))) is None
 
 
@@ -225,9 +228,9 @@ def exact_hessian(task: Task) -> Tensor:
         f, y = task.run(batch, unflatten(flat, params))
         return task.likelihood.nll(f, y).sum()
 
-    found = hessian(loss, flatten(params))
-    assert isinstance(found, Tensor)
-    return found
+    actual = hessian(loss, flatten(params))
+    assert isinstance(actual, Tensor)
+    return actual
 
 
 @pytest.mark.parametrize("structure", ["diag", "full"])
@@ -238,10 +241,12 @@ def test_exact_curvature_is_the_hessian(kind: str, structure: str) -> None:
     size = len(truth)
     assert relative(dense_ggn(task, dense_jacobian(task, task.parameters())), truth) > 1e-3
     if structure == "diag":
-        kept_part, share = truth.diagonal().clamp_min(0).diag(), truth.diagonal() < 0
+        kept_part = truth.diagonal().clamp_min(0).diag()
+        share = truth.diagonal() < 0
     else:
         values, vectors = torch.linalg.eigh(truth)
-        kept_part, share = (vectors * values.clamp_min(0)) @ vectors.mT, values < -1e-6
+        kept_part = (vectors * values.clamp_min(0)) @ vectors.mT
+        share = values < -1e-6
     how = dict(structure=structure, prior_precision=0.3, curvature="exact")
     with pytest.warns(UserWarning, match="negative") if share.any() else nullcontext():
         q = fit_laplace(task, **how)
@@ -284,11 +289,13 @@ def test_monte_carlo_fisher_is_unbiased(kind: str) -> None:
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_monte_carlo_fisher_is_reproducible(structure: str) -> None:
     """The seed decides the labels, not the global generator, and all passes see the same."""
-    task, before = small(), torch.get_rng_state()
+    task = small()
+    before = torch.get_rng_state()
     how: dict[str, Any] = {"curvature": "mc_fisher", "samples": 3}
     one, two, other = (curvature_of(task, structure, seed=s, **how) for s in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(one, two) and relative(other, one) > 0.01
+    assert torch.equal(one, two)
+    assert relative(other, one) > 0.01
     trace = float(curvature_of(task, "full", seed=1, **how).trace())
     assert float(one.trace()) == pytest.approx(trace, rel=1e-10)
 
@@ -360,19 +367,23 @@ def test_posterior_precision_equals_laplace_torch(kind: str, structure: str) -> 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_off_a_minimum_there_are_posteriors_at_the_checkpoints(structure: str) -> None:
     """Each is the fit at those weights and buffers; at a minimum, or of inputs, there are none."""
-    x, y = normal(9, 4), torch.arange(9) % 3
+    x = normal(9, 4)
+    y = torch.arange(9) % 3
     with seeded(0):
         model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
     model = randomised(model)
     states = [{n: t + d for n, t in model.state_dict().items()} for d in (0.1, 0.2)]
     task = Task(model, (x, y), checkpoints=states)
     q = fit_laplace(task, structure=structure, prior_precision=0.3)
-    assert q.at_minimum is False and len(q.run) == 3 and q.run[-1] is q
+    assert q.at_minimum is False
+    assert len(q.run) == 3
+    assert q.run[-1] is q
     for number, (early, state) in enumerate(zip(q.earlier, states, strict=True), 1):
         other = copy.deepcopy(model)
         other.load_state_dict(state)
         alone = fit_laplace(Task(other, (x, y)), structure=structure, prior_precision=0.3)
-        assert early.record["checkpoint"] == number and not early.earlier
+        assert early.record["checkpoint"] == number
+        assert not early.earlier
         assert torch.equal(early.buffers["1.running_var"], state["1.running_var"])
         assert relative(dense_precision(early), dense_precision(alone)) < EXACT
     assert not fit_laplace(task, structure="gram").earlier
@@ -383,7 +394,8 @@ def test_the_recipes_first_weights_are_the_priors_mean() -> None:
     recipe = Recipe("sgd", lr=0.1, epochs=2, batch_size=3, initial=first)
     task = Task(mlp(), (normal(9, 4), torch.arange(9) % 3), recipe=recipe)
     q = fit_laplace(task, prior_precision=1.0)
-    assert q.initial is not None and torch.equal(q.initial["0.bias"], first["0.bias"])
+    assert q.initial is not None
+    assert torch.equal(q.initial["0.bias"], first["0.bias"])
     assert q.record["recipe"]["optimizer"] == "sgd"
 
 

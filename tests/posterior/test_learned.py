@@ -23,7 +23,9 @@ from blr_analysis.posterior import Posterior
 from blr_analysis.posterior.laplace import fit_laplace
 from blr_analysis.task import Task
 
-N, BATCH, DECAY = 96, 8, 0.02
+N = 96
+BATCH = 8
+DECAY = 0.02
 STARTS = {0: 0.5, 2: 3.0}  # of the layers' groups
 quiet = pytest.mark.filterwarnings("ignore::blr_analysis.errors.InitialPrecisionWarning")
 
@@ -133,9 +135,14 @@ def test_a_quadratics_hessian_is_found_and_its_standard_error_is_right() -> None
     model.weights = weights
     generator = torch.Generator().manual_seed(0)
     optimizer = IVON(
-        [weights], lr=1e-6, ess=N, hess_init=8.0, beta2=0.99, weight_decay=DECAY,
+        [weights],
+        lr=1e-6,
+        ess=N,
+        hess_init=8.0,
+        beta2=0.99,
+        weight_decay=DECAY,
         generator=generator,
-    )  # fmt: skip
+    )
     spreads = []
     for _ in range(600):
         with optimizer.sampled_params(train=True):
@@ -143,9 +150,10 @@ def test_a_quadratics_hessian_is_found_and_its_standard_error_is_right() -> None
             (0.5 * curvatures[:, None] * weights.square()).sum().backward()
         optimizer.step()
     q = Posterior.from_optimizer(optimizer, model)
-    assert q.record["clear"] == 1.0 and q.record["squares_times"] is None
-    found = q.precision("weights") / N - DECAY
-    for curvature, row in zip(curvatures.tolist(), found, strict=True):
+    assert q.record["clear"] == 1.0
+    assert q.record["squares_times"] is None
+    actual = q.precision("weights") / N - DECAY
+    for curvature, row in zip(curvatures.tolist(), actual, strict=True):
         error = curvature * math.sqrt(2 * 0.01 / 1.99)  # ĥ is curvature · a squared normal
         spreads.append(float(row.std()) / error)
         bias = 0.5 * 0.01 * curvature  # the retraction's, of every estimate's own noise
@@ -169,8 +177,10 @@ def test_noise_is_replaced_by_squares_or_said_to_be_noise() -> None:
         warnings.simplefilter("error")
         q = Posterior.from_optimizer(optimizer, model)
         other = Posterior.from_optimizer(optimizer, model, batch_size=2 * BATCH)
-    assert q.record["clear"] < 0.5 and q.record["initial_share"] > 0.2
-    assert "squared gradients" in q.note and "squared gradients" in repr(q)
+    assert q.record["clear"] < 0.5
+    assert q.record["initial_share"] > 0.2
+    assert "squared gradients" in q.note
+    assert "squared gradients" in repr(q)
     for name in q.mean:
         data_part = q.precision(name) - N * DECAY
         torch.testing.assert_close(other.precision(name) - N * DECAY, 2 * data_part)
@@ -202,9 +212,14 @@ def test_without_a_batch_size_the_squares_have_the_scale_of_the_hessian() -> Non
     truth = fit_laplace(task, structure="diag", prior_precision=1.0)
     generator = torch.Generator().manual_seed(0)
     optimizer = IVON(
-        model.parameters(), lr=0.02, ess=n, weight_decay=1 / n, hess_init=10.0, beta2=0.99,
+        model.parameters(),
+        lr=0.02,
+        ess=n,
+        weight_decay=1 / n,
+        hess_init=10.0,
+        beta2=0.99,
         generator=generator,
-    )  # fmt: skip
+    )
     for _ in range(6):
         for batch in torch.randperm(n, generator=generator).split(16):
             with optimizer.sampled_params(train=True):
@@ -292,7 +307,9 @@ def test_states_from_before_there_were_squares_can_be_loaded() -> None:
 def test_vogns_average_is_that_of_a_plain_loop() -> None:
     """Of every example's squared gradient at the drawn weights, without its start."""
     model = network()
-    beta2, start, steps = 0.9, 2.0, 20
+    beta2 = 0.9
+    start = 2.0
+    steps = 20
     optimizer = VOGN(
         model.parameters(), 0.05, N, model=model, beta2=beta2, weight_decay=DECAY, hess_init=start
     )

@@ -90,14 +90,16 @@ def test_what_is_said_to_be_explained_is_explained(prior: Any) -> None:
 
 def test_single_precision_bears_a_small_prior() -> None:
     """gᵀΣg is a difference of numbers up to a million times as large."""
-    x, y = 3 * normal(12, 4), normal(12, 3, seed=1)
+    x = 3 * normal(12, 4)
+    y = normal(12, 3, seed=1)
     double = blr.Task(mlp(), (x, y), likelihood="gaussian")
     single = blr.Task(mlp().float(), (x.float(), y.float()), likelihood="gaussian")
     truth = variances(double, fitted(double, "full", prior=1e-4))
     ours = variances(single, fitted(single, prior=1e-4, rank=SIZE - 1))
     lengths = dense_jacobian(double, double.parameters()).square().sum(-1).max() / 1e-4
     assert float(lengths) > 1e5 * float(truth.abs().max()), "the test must be hard"
-    assert ours.dtype == torch.float32 and relative(ours.double(), truth) < 1e-3
+    assert ours.dtype == torch.float32
+    assert relative(ours.double(), truth) < 1e-3
 
 
 def test_a_rank_too_small_for_influence_says_so() -> None:

@@ -45,12 +45,14 @@ def test_of_two_batches_it_is_the_posterior_of_both(tmp_path: Path) -> None:
     first = blr.fit_laplace(at(m1, (x1, y1)), structure="full", prior_precision=DELTA)
     m2 = ridge(x2, y2, first.form.matrix, first.mean["weight"].flatten())
     second = blr.fit_laplace(at(m2, (x2, y2)), prior=first)
-    x, y = torch.cat([x1, x2]), torch.cat([y1, y2])
+    x = torch.cat([x1, x2])
+    y = torch.cat([y1, y2])
     both_mean = ridge(x, y, first_precision, zero)
     both = blr.fit_laplace(at(both_mean, (x, y)), structure="full", prior_precision=DELTA)
     torch.testing.assert_close(second.mean["weight"], both.mean["weight"], rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(second.form.matrix, both.form.matrix, rtol=1e-8, atol=1e-8)
-    assert second.at_minimum and second.n_data == 30
+    assert second.at_minimum
+    assert second.n_data == 30
     assert "prior_precision=an earlier posterior" in repr(second)
     second.save(tmp_path / "q.safetensors")
     back = blr.Posterior.load(tmp_path / "q.safetensors")
@@ -71,8 +73,8 @@ def test_analyses_have_it_in_their_objective() -> None:
     without = ridge(x2[3:], y2[3:], first.form.matrix, m1)
     for solver in ("posterior", "cg"):
         answer = blr.what_if(task, second, remove=[0, 1, 2], solver=solver)
-        found = answer.parameters["weight"].flatten()
-        torch.testing.assert_close(found, without, rtol=1e-6, atol=1e-6)
+        actual = answer.parameters["weight"].flatten()
+        torch.testing.assert_close(actual, without, rtol=1e-6, atol=1e-6)
     without_first = blr.what_if(at(m1, (x1, y1)), first, remove=[0], solver="posterior").posterior
     third = blr.fit_laplace(task, prior=without_first)
     expected = without_first.form.matrix + x2.T @ x2

@@ -35,9 +35,11 @@ def regression() -> tuple[blr.Task, blr.Posterior]:
 @pytest.mark.parametrize("draws", [0, 3])
 def test_of_a_conjugate_model_both_hold(draws: int, tmp_path: Path) -> None:
     task, q = regression()
-    assert q.precision_matches is None and "Hessian" not in repr(q)
+    assert q.precision_matches is None
+    assert "Hessian" not in repr(q)
     q = checked(task, q, draws=draws)
-    assert q.at_minimum and q.precision_matches
+    assert q.at_minimum
+    assert q.precision_matches
     assert q.precision_match is not None
     assert q.precision_match.mismatch == pytest.approx(0, abs=1e-10)
     assert q.precision_match.ratio == pytest.approx(1, abs=1e-10)
@@ -50,14 +52,16 @@ def test_each_can_fail_alone() -> None:
     task, q = regression()
     half = q.changed(form=Full(q.form.matrix / 2 + torch.eye(4) * DELTA / 2, q.form.shapes))
     half = checked(task, half)
-    assert half.at_minimum is not None and half.precision_matches is False
+    assert half.at_minimum is not None
+    assert half.precision_matches is False
     assert half.precision_match is not None
     assert half.precision_match.mismatch == pytest.approx(1)  # twice of what is there is missing
     assert half.precision_match.ratio == pytest.approx(2)
     assert "precision off E[Hessian] by 100%" in repr(half)
     mean = {name: m + 1.0 for name, m in q.mean.items()}
     moved = checked(task, q.changed(mean=mean, stationarity=None))
-    assert moved.at_minimum is False and moved.precision_matches
+    assert moved.at_minimum is False
+    assert moved.precision_matches
 
 
 @pytest.mark.parametrize("structure", ["diag", "kron", "full"])

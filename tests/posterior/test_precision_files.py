@@ -42,7 +42,8 @@ def test_without_means_the_tensors_are_the_models_names_and_no_others(
     write_precision(tmp_path / name, whole, **ABOUT, prior_precision=2.0)
     tensors, record = storage.read(tmp_path / name)
     assert set(tensors) == set(data)
-    assert record["prior_precision"] == 2.0 and record["n_data"] == N
+    assert record["prior_precision"] == 2.0
+    assert record["n_data"] == N
     assert set(FIELDS) <= set(record)
     back = Posterior.load(tmp_path / name, model=data)
     for n, s in whole.items():
@@ -111,7 +112,8 @@ def test_the_prior_that_stands_outside_is_added_unless_another_is_given(tmp_path
     about = {"structure": "diag", "prior_precision": 0.25, "rounded": True, "n_data": N}
     storage.write(tmp_path / "rounded", half, {**about, "parameters": ["w"]})
     q = Posterior.load(tmp_path / "rounded")
-    assert torch.equal(q.precision("w"), half["w"].float()) and "rounded" not in q.record
+    assert torch.equal(q.precision("w"), half["w"].float())
+    assert "rounded" not in q.record
 
 
 @settings(deadline=None, max_examples=60)
@@ -134,9 +136,12 @@ def test_any_posterior_comes_back_as_near_as_its_dtype(
     if prior == 0:
         data = data.clamp(min=1e-30)
     q = Posterior(
-        {"w": data.sin()}, {"w": data + prior}, prior_precision=prior, n_data=N,
+        {"w": data.sin()},
+        {"w": data + prior},
+        prior_precision=prior,
+        n_data=N,
         record={"kind": "ivon", "step": 3},
-    )  # fmt: skip
+    )
     path = tmp_path_factory.mktemp("any") / ("p.safetensors" if single else "p")
     within = {None: 0.0, torch.float32: 2.0**-24, torch.bfloat16: HALF_ULP}[dtype] if beside else 0
     if beside:  # a model: the data's part alone
@@ -165,7 +170,8 @@ def test_a_record_comes_back(kind: str, tmp_path: Path) -> None:
     about = {"kind": kind, "definition": "d", "n_data": 2**40, "prior_precision": 0.5, **more}
     write_precision(tmp_path / "precision", inside, **about)
     record = read_precision_record(tmp_path / "precision")
-    assert about.items() <= record.items() and record["parameters"] == list(data)
+    assert about.items() <= record.items()
+    assert record["parameters"] == list(data)
     stored, _ = storage.read(tmp_path / "precision")
     assert all(torch.equal(stored[n], inside[n]) for n in data)
     assert Folder.open(tmp_path / "precision", stem="precision").specs.keys() == data.keys()
@@ -204,7 +210,8 @@ def test_ivons_prior_stays_inside(tmp_path: Path) -> None:
     captured = from_optimizer(optimizer, model, bare=True)
     write_captured(tmp_path / "p", captured)
     stored, record = storage.read(tmp_path / "p")
-    assert record["prior_precision"] == pytest.approx(N * 0.1) and record["beta2"] == 0.9
+    assert record["prior_precision"] == pytest.approx(N * 0.1)
+    assert record["beta2"] == 0.9
     for n, p in model.named_parameters():
         state = optimizer.state[p]
         left = 0.9 ** state["step"]

@@ -57,7 +57,8 @@ def test_an_average_over_the_draws_that_sample_gives(structure: str) -> None:
         found = q.predict(task, draws=3, generator=torch.Generator().manual_seed(1))
     assert torch.equal(torch.get_rng_state(), before)
     generator = torch.Generator().manual_seed(1)
-    probs, y = torch.zeros(N, 3, dtype=torch.float64), data()[1]
+    probs = torch.zeros(N, 3, dtype=torch.float64)
+    y = data()[1]
     for _ in range(3):
         draw = q.sample(generator=generator)
         probs += torch.func.functional_call(task.model, draw, (data()[0],)).softmax(-1) / 3
@@ -69,7 +70,8 @@ def test_an_average_over_the_draws_that_sample_gives(structure: str) -> None:
     assert found.accuracy == pytest.approx(right.double().mean().item())
     ece = error_of_calibration(probs.max(1).values, right)
     assert found.calibration_error == pytest.approx(ece)
-    assert f"nll={found.nll:.4g}" in repr(found) and "draws=3" in repr(found)
+    assert f"nll={found.nll:.4g}" in repr(found)
+    assert "draws=3" in repr(found)
 
 
 def test_linear_regression_in_closed_form() -> None:
@@ -91,7 +93,8 @@ def test_linear_regression_in_closed_form() -> None:
 
 
 def test_losses_are_minus_log_densities_or_say_what_they_are() -> None:
-    x, y = torch.linspace(-1, 1, 9).double()[:, None], torch.arange(9.0).double()[:, None]
+    x = torch.linspace(-1, 1, 9).double()[:, None]
+    y = torch.arange(9.0).double()[:, None]
     free = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     mean = Graph(lambda m, x: torch.cat((m.free + x, torch.full_like(x, 2.0)), -1), free=free)
     rate = nn.Linear(1, 1).double()
@@ -105,7 +108,8 @@ def test_losses_are_minus_log_densities_or_say_what_they_are() -> None:
     for model, loss, truth, word in cases:
         task = blr.Task(model, (x, y), likelihood=loss)
         told = blr.fit_laplace(task, structure="diag", prior_precision=1.0).predict(task, draws=0)
-        assert word in repr(told) and ("nll=" in repr(told)) is (word == "nll=")
+        assert word in repr(told)
+        assert ("nll=" in repr(told)) is (word == "nll=")
         if truth is not None:
             torch.testing.assert_close(told.losses, truth.detach().flatten())
 
@@ -141,23 +145,27 @@ def test_ignored_targets_do_not_count(probabilities: bool) -> None:
     rest = y[N // 2 :]
     rest = nn.functional.one_hot(rest, 3).double() if probabilities else rest
     half = q.predict(task_of((x[N // 2 :], rest)), 0)
-    assert some.nll == pytest.approx(half.nll) and some.accuracy == half.accuracy
+    assert some.nll == pytest.approx(half.nll)
+    assert some.accuracy == half.accuracy
     assert some.calibration_error == pytest.approx(half.calibration_error)
 
 
 def test_tokens_each_have_a_loss() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)).double()
-    ids, y = torch.randint(7, (5, 6)), torch.randint(7, (5, 6))
+    ids = torch.randint(7, (5, 6))
+    y = torch.randint(7, (5, 6))
     y[0, 3:] = -100
-    q, task = unit(model, 5), blr.Task(model, (ids, y), likelihood="tokens")
+    q = unit(model, 5)
+    task = blr.Task(model, (ids, y), likelihood="tokens")
     found = q.predict(task, 2, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(0)
     draws = [q.sample(generator=generator) for _ in range(2)]
     probs = sum(torch.func.functional_call(model, d, (ids,)).softmax(-1) / 2 for d in draws)
     expected = nn.functional.nll_loss(probs.log().flatten(0, 1), y.flatten(), reduction="none")
     torch.testing.assert_close(found.losses, expected[y.flatten() != -100].detach())
-    assert found.mean is None and len(found.losses) == 27
+    assert found.mean is None
+    assert len(found.losses) == 27
 
 
 def hand_made(probs: Tensor, labels: Tensor) -> dict[str, Any]:
@@ -204,9 +212,11 @@ def test_how_sure_an_answer_is_by_definition() -> None:
     for form in forms:
         bare = blr.Task(task.model, form, batch_size=16)
         alone = q.predict(bare, 6, generator=torch.Generator().manual_seed(0))
-        assert len(alone) == N and "no labels" in repr(alone)
+        assert len(alone) == N
+        assert "no labels" in repr(alone)
         scores = (alone.nll, alone.accuracy, alone.brier, alone.calibration_error)
-        assert scores == (None,) * 4 and alone.losses is alone.targets is None
+        assert scores == (None,) * 4
+        assert alone.losses is alone.targets is None
         for name in ("mean", "variance", "entropy", "information"):
             torch.testing.assert_close(getattr(alone, name), getattr(found, name))
         assert "loss" not in alone.table
@@ -217,7 +227,8 @@ def test_how_sure_an_answer_is_by_definition() -> None:
 def test_a_single_network_has_no_spread() -> None:
     task = task_of()
     found = fitted(task, "diag", None).predict(task, 0)
-    assert found.variance is found.information is None and found.entropy is not None
+    assert found.variance is found.information is None
+    assert found.entropy is not None
 
 
 def test_entropies_of_a_normal() -> None:
@@ -235,7 +246,8 @@ def test_entropies_of_a_normal() -> None:
     torch.testing.assert_close(found.information, 0.5 * (1 + v / noise).log().sum(-1))
     assert found.brier is None
     square = q.predict(blr.Task(model, (x, y), likelihood=nn.MSELoss()), 5)
-    assert square.entropy is square.information is None and square.variance is not None
+    assert square.entropy is square.information is None
+    assert square.variance is not None
 
 
 IMAGES = {"categorical": "categorical", "module": nn.CrossEntropyLoss(), "tokens": "tokens"}
@@ -246,7 +258,8 @@ def test_pixels_as_the_loss_of_torch_takes_them(likelihood: Any) -> None:
     """[B, C, H, W], in predictions, losses and gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1)).double()
-    x, y = torch.randn(5, 1, 4, 6).double(), torch.randint(3, (5, 4, 6))
+    x = torch.randn(5, 1, 4, 6).double()
+    y = torch.randint(3, (5, 4, 6))
     y[0, :2] = -100
     counts = (y != -100).flatten()
     task = blr.Task(model, (x, y), likelihood=likelihood, batch_size=2)
@@ -256,7 +269,8 @@ def test_pixels_as_the_loss_of_torch_takes_them(likelihood: Any) -> None:
     check_scores(found, probs, y.flatten()[counts])
     assert torch.equal(found.example, torch.arange(5).repeat_interleave(24)[counts])
     bare = q.predict(blr.Task(model, x, likelihood="tokens"), 3)
-    assert len(bare) == 5 * 24 and bare.nll is None
+    assert len(bare) == 5 * 24
+    assert bare.nll is None
     scores = blr.sensitivity(task, blr.fit_laplace(task, structure="diag", prior_precision=1.0))
     losses = nn.functional.cross_entropy(model(x), y, reduction="none").sum((1, 2))
     torch.testing.assert_close(scores.losses, losses.detach())

@@ -28,7 +28,8 @@ CURVATURES += [("kron", "empirical_fisher"), ("kron", "mc_fisher"), ("full", "ex
 def test_the_penalty_of_a_converged_model_is_found(
     delta: float, seed: int, around: bool, structure: str, curvature: str
 ) -> None:
-    data, model = classes(seed), nn.Linear(4, 3).double()
+    data = classes(seed)
+    model = nn.Linear(4, 3).double()
     start = {n: torch.full_like(p, 0.3) for n, p in model.state_dict().items()} if around else {}
     task = blr.Task(minimised(model, data, delta, start=0.3 if around else 0.0), data)
     how = {"structure": structure, "curvature": curvature}
@@ -36,7 +37,8 @@ def test_the_penalty_of_a_converged_model_is_found(
     within = 3e-3 if curvature == "mc_fisher" else 1e-3
     assert q.prior_precision == pytest.approx(delta, rel=within)
     about = q.record["prior_choice"]
-    assert about["rule"] == "stationarity" and about["explained"] > 0.999
+    assert about["rule"] == "stationarity"
+    assert about["explained"] > 0.999
     same = blr.fit_laplace(task, prior_precision=q.prior_precision, **how)
     for name in q.mean:
         assert torch.allclose(q.variance(name), same.variance(name), rtol=1e-3)
@@ -59,21 +61,28 @@ def test_both_rules_against_dense_algebra() -> None:
 
 def test_a_root_that_is_chance_gives_way_to_the_evidence() -> None:
     """δ far below the evidence's: kept at a minimum, where it explains the gradient, else not."""
-    form, gap = Diagonal({"w": torch.tensor([40.0, 10.0])}), {"w": torch.tensor([1.0, -1.0])}
-    at, off = {"w": -1e-3 * gap["w"]}, {"w": torch.tensor([3.0, 0.751])}
+    form = Diagonal({"w": torch.tensor([40.0, 10.0])})
+    gap = {"w": torch.tensor([1.0, -1.0])}
+    at = {"w": -1e-3 * gap["w"]}
+    off = {"w": torch.tensor([3.0, 0.751])}
     delta, about = chosen_prior(form, gap, at)
-    assert about["rule"] == "stationarity" and delta == pytest.approx(1e-3, rel=1e-3)
+    assert about["rule"] == "stationarity"
+    assert delta == pytest.approx(1e-3, rel=1e-3)
     delta, about = chosen_prior(form, gap, off)
-    assert about["rule"] == "evidence" and delta == about["evidence"]
-    assert about["stationarity"] < delta / 100 and about["explained"] < 0.5
+    assert about["rule"] == "evidence"
+    assert delta == about["evidence"]
+    assert about["stationarity"] < delta / 100
+    assert about["explained"] < 0.5
 
 
 def test_the_priors_mean_is_kept(tmp_path: Path) -> None:
-    mean, start = {"w": torch.ones(3).double()}, torch.arange(3.0).double()
+    mean = {"w": torch.ones(3).double()}
+    start = torch.arange(3.0).double()
     q = blr.Posterior(mean, mean, prior_precision=0.5, n_data=3, initial={"w": start})
     q.save(tmp_path / "q")
     for held in (q, blr.Posterior.load(tmp_path / "q"), q.to("cpu", torch.float32)):
-        assert held.initial is not None and torch.equal(held.initial["w"].double(), start)
+        assert held.initial is not None
+        assert torch.equal(held.initial["w"].double(), start)
 
 
 def stepped(make: Callable[..., torch.optim.Optimizer], **settings: float):
@@ -99,7 +108,8 @@ def test_an_l2_penalty_of_the_training_is_the_prior(make: type[torch.optim.Optim
     model, first, optimizer = stepped(make, weight_decay=0.05)
     q = blr.Posterior.from_optimizer(optimizer, model, n_data=N)
     assert q.prior_precision == pytest.approx(0.05 * N)
-    assert q.record["prior_choice"]["rule"] == "weight_decay" and "weight_decay" in repr(q)
+    assert q.record["prior_choice"]["rule"] == "weight_decay"
+    assert "weight_decay" in repr(q)
     around = blr.Posterior.from_optimizer(optimizer, model, n_data=N, initial=first)
     assert around.record["prior_choice"]["rule"] == "evidence"  # the penalty was around 0
 
@@ -118,7 +128,8 @@ def test_elsewhere_the_weights_and_the_diagonal_decide(
     size = float(sum(gap.square().sum() for gap in gaps))
     assert delta * size == pytest.approx(float((h / (h + delta)).sum()), rel=1e-4)
     about = q.record["prior_choice"]
-    assert about["rule"] == "evidence" and "fit_laplace" in about["unsure"]
+    assert about["rule"] == "evidence"
+    assert "fit_laplace" in about["unsure"]
     assert (q.initial is not None) == around
     q.save(tmp_path / "q")
     assert blr.Posterior.load(tmp_path / "q").record["prior_choice"] == about
@@ -127,6 +138,7 @@ def test_elsewhere_the_weights_and_the_diagonal_decide(
 def test_the_prior_of_ivon_is_its_own() -> None:
     model, first, optimizer = stepped(blr.IVON, ess=N, weight_decay=0.1)
     q = blr.Posterior.from_optimizer(optimizer, model)
-    assert q.prior_precision == pytest.approx(0.1 * N) and "prior_choice" not in q.record
+    assert q.prior_precision == pytest.approx(0.1 * N)
+    assert "prior_choice" not in q.record
     with pytest.raises(OptimizerError, match="around 0"):
         blr.Posterior.from_optimizer(optimizer, model, initial=first)

@@ -33,9 +33,11 @@ def words(m: Any, ids: Tensor) -> Tensor:
 def example(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(1)
     if name == "mlp":
-        model, x = mlp(), normal(N, 4)
+        model = mlp()
+        x = normal(N, 4)
     elif name == "images":
-        first, twice = nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.Linear(4, 4)
+        first = nn.Conv2d(2, 4, 3, padding=1, groups=2)
+        twice = nn.Linear(4, 4)
         last = nn.Linear(4, 3, bias=False)
         model = graph(images, first=first, norm=nn.GroupNorm(2, 4), twice=twice, last=last)
         x = normal(N, 2, 5, 5)
@@ -69,7 +71,8 @@ def test_at_fixed_weights_the_factors_are_those_of_a_fit(name: str, loss: dict) 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         passed(model, x, y, 6, **loss)
-    assert recorder.factors and recorder.recorded == N // 6
+    assert recorder.factors
+    assert recorder.recorded == N // 6
     q = blr.Posterior.from_recorder(recorder, model, n_data=N, prior_precision=2.0)
     task = blr.Task(model, (x, y))
     fit = blr.fit_laplace(task, curvature="empirical_fisher", prior_precision=2.0)
@@ -91,7 +94,8 @@ def test_a_convolution_is_scaled_by_its_positions(stride: int) -> None:
     torch.manual_seed(0)
     conv = nn.Conv2d(2, 3, 2, stride=stride)
     model = nn.Sequential(conv, nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)).double()
-    x, y = torch.randn(N, 2, 5, 5).double(), torch.arange(N) % 3
+    x = torch.randn(N, 2, 5, 5).double()
+    y = torch.arange(N) % 3
     model(x)
     recorder = KroneckerRecorder(model.train(), every=1)
     passed(model, x, y, 8)
@@ -175,7 +179,8 @@ def test_a_recording_is_saved_and_goes_on(tmp_path: Path) -> None:
         torch.testing.assert_close(one.precision(name), two.precision(name))
     one.save(tmp_path / "q.safetensors")
     again = blr.Posterior.load(tmp_path / "q.safetensors")
-    assert again.record["kind"] == "kron_recorded" and again.record["recorded"] == 8
+    assert again.record["kind"] == "kron_recorded"
+    assert again.record["recorded"] == 8
 
 
 def test_the_prior_is_found_and_the_posterior_serves() -> None:
@@ -189,7 +194,8 @@ def test_the_prior_is_found_and_the_posterior_serves() -> None:
     wrapped = blr.Posterior.from_recorder(recorder, nn.DataParallel(model), n_data=N)
     assert wrapped.mean.keys() == q.mean.keys()
     assert q.prior_precision == around.prior_precision == wrapped.prior_precision > 0
-    assert q.record["prior_choice"]["rule"] == "evidence" and "evidence" in repr(q)
+    assert q.record["prior_choice"]["rule"] == "evidence"
+    assert "evidence" in repr(q)
     assert blr.sensitivity(blr.Task(model, (x, y)), q).self_influence.min() >= 0
 
 
@@ -219,7 +225,7 @@ def test_checkpoints_on_disk_hold_all_that_was_learned(how: str, tmp_path: Path)
         "adam": lambda p: torch.optim.Adam(p, lr=0.01),
         "ivon": lambda p: blr.IVON(p, lr=0.1, ess=N, weight_decay=0.1, steps=32),
     }
-    found = []
+    actual = []
     for folder in (None, tmp_path / "run"):
         model, x, y = example("mlp")
         torch.manual_seed(3)
@@ -237,13 +243,14 @@ def test_checkpoints_on_disk_hold_all_that_was_learned(how: str, tmp_path: Path)
         before = {n: p.clone() for n, p in model.state_dict().items()}
         q = checkpoints.posterior(n_data=N, **prior)
         assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
-        found.append(q)
-    assert [p.record["checkpoint"] for p in found[0].earlier] == [1, 2, 3]
-    for one, two in zip(found[0].run, found[1].run, strict=True):
+        actual.append(q)
+    assert [p.record["checkpoint"] for p in actual[0].earlier] == [1, 2, 3]
+    for one, two in zip(actual[0].run, actual[1].run, strict=True):
         for name in one.mean:
             assert torch.equal(one.mean[name], two.mean[name])
             assert torch.equal(one.precision(name), two.precision(name))
     files = sorted((tmp_path / "run").iterdir())
-    assert files and all(file.suffix == ".safetensors" for file in files)
+    assert files
+    assert all(file.suffix == ".safetensors" for file in files)
     task = blr.Task(model, (x, y), checkpoints=files[-3:])  # weights alone are taken
     assert len(task.checkpoints) == 3

@@ -72,7 +72,8 @@ def test_they_are_the_fishers_in_the_mean() -> None:
     "how", [{"scaled": True}, {"sum": "sum"}], ids=["a gradient scaler", "a sum"]
 )
 def test_no_scale_of_the_loss_is_seen(how: dict[str, Any]) -> None:
-    plain, other = drawn(small()), drawn(small(), **how)
+    plain = drawn(small())
+    other = drawn(small(), **how)
     for key, factors in plain.factors.items():
         torch.testing.assert_close(other.factors[key], factors)
     torch.testing.assert_close(other.gradient, plain.gradient)
@@ -83,16 +84,19 @@ def test_accumulated_microbatches_give_the_gradient_of_all() -> None:
     recorder = drawn(model, passes=2, parts=3)
     loss = cross_entropy(model(X), Y)
     expected = torch.autograd.grad(loss, [*model.parameters()])
-    assert recorder.gradient is not None and recorder.recorded == 6
-    for found, mean in zip(recorder.gradient.values(), expected, strict=True):
-        torch.testing.assert_close(found, mean)
+    assert recorder.gradient is not None
+    assert recorder.recorded == 6
+    for actual, mean in zip(recorder.gradient.values(), expected, strict=True):
+        torch.testing.assert_close(actual, mean)
 
 
 def test_checkpointed_activations_and_the_training_itself() -> None:
-    plain, other = drawn(small()), drawn(checkpointed())
+    plain = drawn(small())
+    other = drawn(checkpointed())
     for key, factors in plain.factors.items():
         torch.testing.assert_close(other.factors[f"inner.{key}"], factors)
-    watched, alone = small().train(), small().train()
+    watched = small().train()
+    alone = small().train()
     KroneckerRecorder(watched, every=1, labels="drawn")
     for model in (watched, alone):
         cross_entropy(model(X), Y).backward()
@@ -103,7 +107,8 @@ def test_checkpointed_activations_and_the_training_itself() -> None:
 def test_reentrant_checkpoints_have_the_labels_of_the_loss() -> None:
     parts = {"first": nn.Linear(4, 5), "last": nn.Linear(5, 3)}
     model = graph(lambda m, x: checkpoint(m.last, m.first(x), use_reentrant=True), **parts)
-    recorder, given = drawn(model, passes=1), KroneckerRecorder(model, every=1)
+    recorder = drawn(model, passes=1)
+    given = KroneckerRecorder(model, every=1)
     trained(model, given, 1)
     assert recorder.labels_used == "of the loss as trained"
     for key, factors in given.factors.items():
@@ -135,7 +140,8 @@ def test_another_loss_has_its_own_labels() -> None:
     model = small().train()
     recorder = KroneckerRecorder(model, every=1, labels="drawn")
     mse_loss(model(X), normal(N, 3)).backward()
-    assert recorder.recorded == 1 and recorder.labels_used == "of the loss as trained"
+    assert recorder.recorded == 1
+    assert recorder.labels_used == "of the loss as trained"
     assert recorder.gradient is None
 
 
@@ -160,7 +166,8 @@ def run(steps: int, resumed_at: int | None) -> blr.Posterior:
 
 
 def test_a_resumed_recording_is_the_same_to_the_bit() -> None:
-    one, two = run(64, None), run(64, 32)
+    one = run(64, None)
+    two = run(64, 32)
     assert len(one.earlier) == len(two.earlier) == 3
     for p, q in zip(one.run, two.run, strict=True):
         for name in p.mean:
@@ -236,7 +243,8 @@ def test_of_an_adapter_its_own_layers_alone_are_recorded() -> None:
         cross_entropy(model(X), Y).backward()
         checkpoints.step()
     q = checkpoints.posterior(n_data=N, prior_precision=1.0)
-    assert set(q.mean) == trained_names and all("lora_" in name for name in trained_names)
+    assert set(q.mean) == trained_names
+    assert all("lora_" in name for name in trained_names)
     assert checkpoints.recordings is not None
     factors = checkpoints.recordings.recorder.factors
     first = next(name for name in trained_names if "0.lora_A" in name)

@@ -221,25 +221,43 @@ CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [
     (lambda p: fit(structure="kron", curvature="exact"), InputError, "exact"),
     (lambda p: fit(structure="gram", curvature="exact"), InputError, "leave curvature out"),
     (lambda p: fit(nn.Linear(4, 5001).double(), structure="full"), InputError, "'lowrank'"),
-    (lambda p: fit(prior_precision=dict.fromkeys(mlp().state_dict(), 1.0) | {"2.bias": 2.0}),
-     InputError, "2.bias"),
+    (
+        lambda p: fit(prior_precision=dict.fromkeys(mlp().state_dict(), 1.0) | {"2.bias": 2.0}),
+        InputError,
+        "2.bias",
+    ),
     (lambda p: fit(initial={"0.weight": torch.zeros(5, 4)}), PosteriorError, "0.bias"),
     (lambda p: fit(prior_precision=None, initial=mlp().state_dict()), PosteriorError, "initial"),
     (lambda p: (lambda m: fit(m, initial=m.state_dict()))(mlp()), PosteriorError, "deepcopy"),
     (lambda p: words(prior_precision=1.0, curvature="exact"), InputError, "exact"),
     (lambda p: fit(weight_normed(), curvature="exact", structure="full"), ModelError, "symmetric"),
-    (lambda p: blr.fit_laplace(blr.Task(nn.Linear(3, 2),
-        (torch.full((6, 3), 1e20), torch.arange(6) % 2))), ModelError, "overflow"),
-    *((lambda p, label=label, how=how: flat(1e4, label=label, **how), PosteriorError, "certain")
-      for label, how in ((0, {}), (1, {}), (0, {"curvature": "empirical_fisher"}),
-                         (0, {"curvature": "mc_fisher"}), (0, {"structure": "diag"}))),
+    (
+        lambda p: blr.fit_laplace(
+            blr.Task(nn.Linear(3, 2), (torch.full((6, 3), 1e20), torch.arange(6) % 2))
+        ),
+        ModelError,
+        "overflow",
+    ),
+    *(
+        (lambda p, label=label, how=how: flat(1e4, label=label, **how), PosteriorError, "certain")
+        for label, how in (
+            (0, {}),
+            (1, {}),
+            (0, {"curvature": "empirical_fisher"}),
+            (0, {"curvature": "mc_fisher"}),
+            (0, {"structure": "diag"}),
+        )
+    ),
     (lambda p: flat(label=-100), PosteriorError, "no example counts"),
     (lambda p: fit(dead(), prior_precision=None), ModelError, "no output moves.*dead"),
     # live optimizers
     (lambda p: live(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), OptimizerError, "fit_laplace"),
     (lambda p: live(lambda w: RowOptimizer(w, "SGD", lr=0.1)), OptimizerError, "SGD keeps no"),
-    (lambda p: blr.Posterior.from_optimizer(Newton(mlp().parameters()), mlp()),
-     OptimizerError, "Newton keeps no"),
+    (
+        lambda p: blr.Posterior.from_optimizer(Newton(mlp().parameters()), mlp()),
+        OptimizerError,
+        "Newton keeps no",
+    ),
     (lambda p: live(torch.optim.Rprop), OptimizerError, "can be read from Rprop"),
     (lambda p: muon()[0](), OptimizerError, "can be read from Muon"),
     (lambda p: saved(p, muon()[1].state_dict()), OptimizerError, "can be read from the saved"),
@@ -251,16 +269,25 @@ CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [
     (lambda p: blr.Posterior.from_checkpoint(p / "x", mlp(), **TOLD), StorageError, "nothing"),
     (lambda p: saved(p, {"state": {}, "hyper": Surprise()}), StorageError, "weights_only"),
     (lambda p: saved(p, [1, 2]), StorageError, "no optimizer's state_dict"),
-    (lambda p: saved(p, torch.optim.Adam(mlp().parameters()).state_dict()),
-     OptimizerError, "no state"),
+    (
+        lambda p: saved(p, torch.optim.Adam(mlp().parameters()).state_dict()),
+        OptimizerError,
+        "no state",
+    ),
     (lambda p: saved(p, state(torch.optim.SGD, lr=0.1)), OptimizerError, "SGD"),
     (lambda p: saved(p, {"model": [1], "optimizer": state()}), StorageError, "list"),
-    (lambda p: saved(p, {"state_dict": {}, "optimizer_states": [state()] * 2}),
-     OptimizerError, "2 optimizers"),
+    (
+        lambda p: saved(p, {"state_dict": {}, "optimizer_states": [state()] * 2}),
+        OptimizerError,
+        "2 optimizers",
+    ),
     (lambda p: saved(p, state(), names=["0.weight", "nonsense"]), OptimizerError, "not fit"),
     (lambda p: saved(p, state(), nn.Linear(4, 4)), OptimizerError, "does not fit"),
-    (lambda p: saved(p, {"model": {"v": torch.ones(1)}, "optimizer": state()}),
-     ModelError, "absent in the checkpoint"),
+    (
+        lambda p: saved(p, {"model": {"v": torch.ones(1)}, "optimizer": state()}),
+        ModelError,
+        "absent in the checkpoint",
+    ),
     (lambda p: saved(p, damaged(torch.neg)), PosteriorError, "negative"),
     (lambda p: saved(p, damaged(Tensor.half)), OptimizerError, "cannot fall"),
     (lambda p: trainer(p, decay=0.1), OptimizerError, "not fit"),
@@ -272,8 +299,13 @@ CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [
     (lambda p: KroneckerRecorder(mlp(), reduction="max"), InputError, "reduction"),
     (lambda p: KroneckerRecorder(TOKEN), ModelError, "token"),
     (lambda p: KroneckerRecorder(mlp()).load_state_dict({"state": {}}), InputError, "state"),
-    (lambda p: KroneckerRecorder(nn.Linear(2, 2)).load_state_dict(
-        KroneckerRecorder(mlp()).state_dict()), ModelError, "another model"),
+    (
+        lambda p: KroneckerRecorder(nn.Linear(2, 2)).load_state_dict(
+            KroneckerRecorder(mlp()).state_dict()
+        ),
+        ModelError,
+        "another model",
+    ),
     (lambda p: recorded(None), PosteriorError, "nothing was recorded"),
     (lambda p: recorded(NAN), PosteriorError, "finite"),
     (lambda p: recorded(change=lambda m: mlp(hidden=6)), ModelError, "changed"),
@@ -291,8 +323,13 @@ CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [
     (lambda p: beside(p, p / "nowhere"), StorageError, "no folder"),
     (lambda p: kept(p, model=FLAT), PosteriorError, "leave model out"),
     (lambda p: kept(p, prior_precision=5.0), PosteriorError, "with its prior in it"),
-    (lambda p: given({"w": FLAT["w"], "w.mean": FLAT["w"]}, {"w": FLAT["w"], "w.mean": FLAT["w"]})
-        .save(p / "q"), InputError, r"\['w\.mean'\].*rename"),
+    (
+        lambda p: given(
+            {"w": FLAT["w"], "w.mean": FLAT["w"]}, {"w": FLAT["w"], "w.mean": FLAT["w"]}
+        ).save(p / "q"),
+        InputError,
+        r"\['w\.mean'\].*rename",
+    ),
     (lambda p: precision(p, dtype=torch.float16), InputError, "dtype"),
     (lambda p: precision(p, dtype=torch.bfloat16, prior_precision=1.0), InputError, "outside"),
     # predictions and checkpoints
@@ -305,7 +342,7 @@ CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [
     (lambda p: resumed_from({"done": 1, "snapshots": 3}), InputError, "no state"),
     (lambda p: resumed_from({"done": 1, "snapshots": {1: {}}}), ModelError, "another model's"),
     (lambda p: unfrozen_meanwhile(), ModelError, "unfreezes"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.filterwarnings("ignore")

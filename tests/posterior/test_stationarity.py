@@ -27,7 +27,8 @@ def trained(
     seed: int, steps: int, weight: Tensor | None = None, dtype: torch.dtype = torch.float64
 ) -> tuple[blr.Task, blr.Posterior]:
     """A logistic regression after so many L-BFGS steps on the (weighted) sum of losses."""
-    data, weight = classes(seed, dtype), None if weight is None else weight.to(dtype)
+    data = classes(seed, dtype)
+    weight = None if weight is None else weight.to(dtype)
     model = minimised(nn.Linear(4, 3).to(dtype), data, DELTA, weight=weight, steps=steps)
     task = blr.Task(model, data)
     return task, blr.fit_laplace(task, structure="full", prior_precision=DELTA)
@@ -38,17 +39,23 @@ def trained(
 def test_converged_stopped_and_of_another_loss(seed: int, dtype: torch.dtype) -> None:
     task, q = trained(seed, 200, dtype=dtype)
     there = stationarity(task, q)
-    assert there.at_minimum and there.decrement < 1e-4 and there.least_group == 1
-    assert q.at_minimum and q.note == "" and "at its minimum" in repr(q)
+    assert there.at_minimum
+    assert there.decrement < 1e-4
+    assert there.least_group == 1
+    assert q.at_minimum
+    assert q.note == ""
+    assert "at its minimum" in repr(q)
     weighted = blr.Task(
         task.model, task.examples, likelihood=nn.CrossEntropyLoss(FIFTEEN.to(dtype))
     )
     assert not stationarity(weighted, q).at_minimum  # another loss is measured anew
     task, q = trained(seed, 2, dtype=dtype)
     early = stationarity(task, q)
-    assert not early.at_minimum and early.decrement > 10 * there.decrement
+    assert not early.at_minimum
+    assert early.decrement > 10 * there.decrement
     other = stationarity(*trained(seed, 200, FIFTEEN, dtype))
-    assert not other.near and "not at the minimum" in other.verdict
+    assert not other.near
+    assert "not at the minimum" in other.verdict
 
 
 @pytest.mark.parametrize("structure", ["full", "kron", "diag", "lowrank"])
@@ -56,23 +63,23 @@ def test_the_numbers_against_dense_algebra(structure: str) -> None:
     task, _ = trained(0, 3)
     start = {n: torch.full_like(p, 0.2) for n, p in task.parameters().items()}
     q = blr.fit_laplace(task, structure=structure, prior_precision=DELTA, initial=start)
-    found = stationarity(task, q)
+    actual = stationarity(task, q)
     x, y = classes(0)
     error = torch.softmax(task.model(x).detach(), 1) - nn.functional.one_hot(y, 3)
     each = torch.einsum("nc,ncp->np", error, dense_jacobian(task, task.parameters()))
     pull = DELTA * (flatten(q.mean) - 0.2)
     g = each.sum(0) + pull
-    assert found.residual == pytest.approx(float(g.norm() / (each.sum(0).norm() + pull.norm())))
+    assert actual.residual == pytest.approx(float(g.norm() / (each.sum(0).norm() + pull.norm())))
 
     def half_square(v: Tensor) -> float:
         parts = v.split([p.numel() for p in q.mean.values()])
         tree = {n: p.view_as(m) for (n, m), p in zip(q.mean.items(), parts, strict=True)}
         return 0.5 * float(v @ flatten(q.form.solve(tree)))
 
-    assert found.decrement == pytest.approx(half_square(g))
-    assert found.pull == pytest.approx(sum(map(half_square, each)) / len(each))
-    assert found.least_group == math.ceil(10 * found.decrement / found.pull)
-    assert stationarity(task, q) == found
+    assert actual.decrement == pytest.approx(half_square(g))
+    assert actual.pull == pytest.approx(sum(map(half_square, each)) / len(each))
+    assert actual.least_group == math.ceil(10 * actual.decrement / actual.pull)
+    assert stationarity(task, q) == actual
 
 
 def test_the_smallest_group_that_is_told_apart() -> None:
@@ -93,17 +100,22 @@ def test_the_smallest_group_that_is_told_apart() -> None:
 def test_the_record_keeps_it(tmp_path: Path) -> None:
     task = blr.Task(nn.Linear(4, 3).double(), classes(0))
     q = blr.fit_laplace(task)
-    assert q.stationarity is not None and q.at_minimum is False
-    assert "a guess" in q.note and q.temperature == 0.15 and q.temperature_error is None
+    assert q.stationarity is not None
+    assert q.at_minimum is False
+    assert "a guess" in q.note
+    assert q.temperature == 0.15
+    assert q.temperature_error is None
     other = blr.fit_laplace(task, prior_precision=q.prior_precision)
     assert other.stationarity is not None  # also where nothing was to be chosen
     assert other.stationarity.decrement == pytest.approx(q.stationarity.decrement)
     q.save(tmp_path / "q.safetensors")
     back = blr.Posterior.load(tmp_path / "q.safetensors")
     assert back.stationarity == q.stationarity == stationarity(task, back)
-    assert repr(back) == repr(q) and "off its minimum, temperature=0.15" in repr(q)
+    assert repr(back) == repr(q)
+    assert "off its minimum, temperature=0.15" in repr(q)
     diag = blr.fit_laplace(task, structure="diag")
-    assert diag.temperature == 1 and "a ranking" in diag.note
+    assert diag.temperature == 1
+    assert "a ranking" in diag.note
     measured = q.changed(calibration=Calibration(0.4, error=0.1))
     assert (measured.temperature, measured.temperature_error, measured.note) == (0.4, 0.1, "")
 
@@ -166,7 +178,9 @@ def test_lawful_uses_are_not_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loss", [nn.MSELoss(), nn.BCEWithLogitsLoss()], ids=["MSE", "BCE"])
 def test_a_mean_over_outputs_has_more_terms_than_examples(loss: nn.Module) -> None:
-    n, c, w = 40, 5, 0.02
+    n = 40
+    c = 5
+    w = 0.02
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(n, 3, generator=generator)
     y = (x @ torch.randn(3, c, generator=generator) > 0).float()
@@ -189,7 +203,8 @@ def test_a_mean_over_outputs_has_more_terms_than_examples(loss: nn.Module) -> No
 
 def test_a_layer_that_was_frozen_at_the_fit_and_trained_since_is_named() -> None:
     g = torch.Generator().manual_seed(0)
-    x, y = torch.randn(40, 4, generator=g), torch.arange(40) % 3
+    x = torch.randn(40, 4, generator=g)
+    y = torch.arange(40) % 3
     model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
     model[0].requires_grad_(False)
     q = blr.fit_laplace(blr.Task(model, (x, y)), prior_precision=1.0)

@@ -62,7 +62,8 @@ class TestLowRank(StructureContract):
 
 
 class TestLowRankOfFewDirections(StructureContract):
-    structure, rank = "lowrank", 4
+    structure = "lowrank"
+    rank = 4
 
 
 class TestFull(StructureContract):
@@ -89,13 +90,15 @@ def test_any_shapes(shapes: list[tuple[int, ...]], seed: int, lead: list[int]) -
     size = flatten(values).numel()
     v = unflatten(torch.randn(*lead, size, generator=generator, dtype=torch.float64), values)
     for name in ("times", "solve", "root_solve"):
-        one, two = getattr(diagonal, name)(v), getattr(full, name)(v)
+        one = getattr(diagonal, name)(v)
+        two = getattr(full, name)(v)
         for key, value in one.items():
             assert value.shape == (*lead, *values[key].shape)
             assert relative(two[key], value) < 1e-12
     assert float(diagonal.logdet()) == pytest.approx(float(full.logdet()), abs=1e-10)
     for inverse in (False, True):
-        one, two = diagonal.diagonal(inverse=inverse), full.diagonal(inverse=inverse)
+        one = diagonal.diagonal(inverse=inverse)
+        two = full.diagonal(inverse=inverse)
         assert relative(flatten(two), flatten(one)) < 1e-12
 
 

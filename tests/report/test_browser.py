@@ -28,8 +28,13 @@ WHY = "no Chromium: install one, or name it in BLR_CHROMIUM"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=WHY)]
 N = 300
 NAMES = [f"a species of long name, number {k}{' or so' * 9 * k}" for k in range(3)]
-TEXTS = ("</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked=1'>",
-         "\"it's\", he said", "שלום \u202eabc", "long " * 2_000)  # fmt: skip
+TEXTS = (
+    "</script><script>window.hacked = 1</script>",
+    "<img src=x onerror='window.hacked=1'>",
+    '"it\'s", he said',
+    "שלום \u202eabc",
+    "long " * 2_000,
+)
 COLUMNS: dict[str, list[Any]] = {  # the last name is cut off
     "target": [_cell(NAMES[k % 3]) for k in range(N)],
     "source": [f"<i>{k % 4}</i>" for k in range(N)],
@@ -62,12 +67,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
     path = tmp_path_factory.mktemp("page") / "report.html"
     shown = {"texts": texts, "classes": NAMES, "monitor": monitor}
     blr.report(task, posterior, path, test=test, passes=1, **shown)
-    scores, wrong = blr.sensitivity(task, posterior), blr.suspicious(task, posterior)
+    scores = blr.sensitivity(task, posterior)
+    wrong = blr.suspicious(task, posterior)
     memory = blr.memory_map(scores)
     with api.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         window = browser.new_page(viewport={"width": 1280, "height": 1000})
-        faults, asked = [], []
+        faults = []
+        asked = []
         window.on("console", lambda m: m.type in ("error", "warning") and faults.append(m.text))
         window.on("pageerror", lambda error: faults.append(str(error)))
         window.on("request", lambda request: asked.append(request.url))
@@ -88,7 +95,8 @@ def page(whole: SimpleNamespace) -> Iterator[SimpleNamespace]:
     """Every test starts from the whole page, and none may leave a fault or fetch anything."""
     whole.window.click("#clear")
     yield whole
-    assert whole.faults == [] and whole.window.evaluate("window.hacked") is None
+    assert whole.faults == []
+    assert whole.window.evaluate("window.hacked") is None
     fetched = [url for url in whole.asked if not url.startswith(("data:", "blob:"))]
     assert fetched == [whole.path.as_uri()]
 
@@ -105,7 +113,8 @@ def saved(page: SimpleNamespace, button: str) -> str:
 
 
 def test_a_hover_shows_that_example_at_once(page: SimpleNamespace) -> None:
-    k, window = int(page.memory.product.argmax()), page.window
+    k = int(page.memory.product.argmax())
+    window = page.window
     x, y = pixel(page, k)
     window.mouse.move(x - 60, y + 60)
     window.mouse.move(x, y)
@@ -124,7 +133,8 @@ def test_a_hover_shows_that_example_at_once(page: SimpleNamespace) -> None:
 
 def test_a_brush_lists_what_lies_inside_and_saves_it(page: SimpleNamespace) -> None:
     places = torch.tensor([pixel(page, k) for k in range(N)])
-    low, high = places.quantile(0.3, dim=0), places.quantile(0.8, dim=0)
+    low = places.quantile(0.3, dim=0)
+    high = places.quantile(0.8, dim=0)
     inside = ((places > low) & (places < high)).all(1).nonzero().flatten().tolist()
     page.window.mouse.move(*low.tolist())
     page.window.mouse.down()
@@ -142,7 +152,8 @@ def test_a_brush_lists_what_lies_inside_and_saves_it(page: SimpleNamespace) -> N
 
 
 def test_search_choice_order_and_keys(page: SimpleNamespace) -> None:
-    window, scores = page.window, page.scores
+    window = page.window
+    scores = page.scores
     shown = window.eval_on_selector_all("#table tbody tr", ROWS)
     assert shown == page.wrong.order[:25].tolist()  # the most suspicious first
     window.fill("#search", "he said")
@@ -177,7 +188,8 @@ def test_decisions_come_back_as_a_question(page: SimpleNamespace, tmp_path: Path
         radio.check()  # to what is proposed
     (tmp_path / "d.csv").write_text(saved(page, "#save"))
     suspects = [i for i in page.wrong.order.tolist() if page.wrong.kind[i] != "none"]
-    assert cards and cards == suspects[: len(cards)]
+    assert cards
+    assert cards == suspects[: len(cards)]
     relabel = {cards[1]: 2, **{k: int(page.wrong.proposed[k]) for k in cards[3:]}}
     assert read_decisions(tmp_path / "d.csv") == {"remove": [cards[0]], "relabel": relabel}
 
@@ -210,7 +222,8 @@ def test_pictures_in_the_dark_in_print_and_in_a_narrow_window(page: SimpleNamesp
     for media in ({"media": "print"}, {"media": "screen", "color_scheme": "dark"}):
         window.emulate_media(**media)
         paper, ink = (sum(map(int, c[4:-1].split(","))) for c in window.evaluate(INK))
-        assert abs(paper - ink) > 550 and (paper < ink) == ("color_scheme" in media)
+        assert abs(paper - ink) > 550
+        assert (paper < ink) == ("color_scheme" in media)
     for event, pictures in (("beforeprint", 1), ("afterprint", 0)):
         window.evaluate(f"dispatchEvent(new Event('{event}'))")
         assert window.locator(".picture").count() == pictures
@@ -227,7 +240,9 @@ def test_what_to_do_comes_first_and_the_rest_is_folded(page: SimpleNamespace) ->
     window = page.window
     order = window.eval_on_selector_all("main > section", "list => list.map(part => part.id)")
     assert order == ["suspects", "removals", "new", "trust", "examples", "influence"]
-    assert page.folded["cards"] == 10 and page.folded["map"] == 0 and page.folded["height"] < 6000
+    assert page.folded["cards"] == 10
+    assert page.folded["map"] == 0
+    assert page.folded["height"] < 6000
 
 
 def test_words_explain_themselves_to_pointer_and_keyboard(page: SimpleNamespace) -> None:

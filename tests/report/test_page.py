@@ -28,8 +28,13 @@ from blr_analysis.report.page import write_page
 from blr_analysis.report.thumbnails import picture_of, sheet_of
 from blr_analysis.terminal import as_text
 
-HOSTILE = ("</script><script>alert(1)</script>", "\"quotes' and <!-- <b>bold</b> & $$x^2$$ \\(y\\)",
-           "\u202eright to left \u2028 שלום", "word " * 200_000, "\ud800 half")  # fmt: skip
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    "\"quotes' and <!-- <b>bold</b> & $$x^2$$ \\(y\\)",
+    "\u202eright to left \u2028 שלום",
+    "word " * 200_000,
+    "\ud800 half",
+)
 SCRIPTS = re.compile(r"<script([^>]*)>(.*?)</script", re.DOTALL)
 NAMES = ["cat", "<b>dog</b>", "owl"]
 
@@ -44,7 +49,9 @@ def column(data: dict, name: str) -> list:
 
 def problem(n: int = 40, outputs: int = 3, likelihood: Any = "categorical", **options: Any):
     g = torch.Generator().manual_seed(0)
-    x, y, k = torch.randn(n, 4, generator=g), torch.randn(n, outputs, generator=g), torch.arange(n)
+    x = torch.randn(n, 4, generator=g)
+    y = torch.randn(n, outputs, generator=g)
+    k = torch.arange(n)
     own = {"categorical": k % outputs, "poisson": (k % 4).float(), "bernoulli": (k % 2).float()}
     y = own.get(likelihood, y)
     torch.manual_seed(0)
@@ -68,32 +75,40 @@ def test_scripts_are_those_the_policy_allows_whatever_the_data_say(tmp_path: Pat
     texts = [HOSTILE[i % len(HOSTILE)] for i in range(40)]
     given = problem(metadata={"</script>": [HOSTILE[i % 3] for i in range(40)]})
     path = written(tmp_path, *given, by="</script>", texts=texts)
-    page, told = path.read_text("utf-8"), data_of(path)["texts"]
-    assert tuple(told[:3]) == HOSTILE[:3] and path.stat().st_size < 2e6
-    assert len(told[3]) < MAX_TEXT + 40 and "1,000,000 characters" in told[3]
-    scripts, rest = SCRIPTS.findall(page), SCRIPTS.sub("", page)
+    page = path.read_text("utf-8")
+    told = data_of(path)["texts"]
+    assert tuple(told[:3]) == HOSTILE[:3]
+    assert path.stat().st_size < 2e6
+    assert len(told[3]) < MAX_TEXT + 40
+    assert "1,000,000 characters" in told[3]
+    scripts = SCRIPTS.findall(page)
+    rest = SCRIPTS.sub("", page)
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', rest)
-    assert len(scripts) == 3 and "type=" in scripts[0][0]
+    assert len(scripts) == 3
+    assert "type=" in scripts[0][0]
     for _, script in scripts[1:]:
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         assert f"&#39;sha256-{digest}&#39;" in policy
-    assert "default-src &#39;none&#39;" in policy and "unsafe-eval" not in policy
+    assert "default-src &#39;none&#39;" in policy
+    assert "unsafe-eval" not in policy
     addresses = re.findall(r'(?<![-\w])(?:src|href|action)="([^"]+)"', rest)
-    assert addresses and all(address.startswith(("#", "data:")) for address in addresses)
+    assert addresses
+    assert all(address.startswith(("#", "data:")) for address in addresses)
 
 
 def test_every_row_holds_what_the_analyses_say(tmp_path: Path) -> None:
     task, test, posterior = problem(metadata={"source": ["web", "book"] * 20})
     data = data_of(written(tmp_path, task, test, posterior))
-    scores, loo = blr.sensitivity(task, posterior), blr.leave_one_out(task, posterior)
+    scores = blr.sensitivity(task, posterior)
+    loo = blr.leave_one_out(task, posterior)
     assert column(data, "index") == list(range(40))
     assert column(data, "source") == ["web", "book"] * 20
     assert column(data, "deviation") == pytest.approx(scores.deviation.tolist(), rel=1e-3)
     assert column(data, "left_out_loss") == pytest.approx(loo.losses.tolist(), rel=1e-3)
     assert column(data, "region") == blr.memory_map(scores).region.tolist()
     wrong = blr.suspicious(task, posterior).table.query("kind != 'none'")
-    found = [(s["row"], s["kind"]) for s in data["suspects"]]
-    assert found == [*zip(wrong["index"], wrong["kind"], strict=True)][:60]
+    actual = [(s["row"], s["kind"]) for s in data["suspects"]]
+    assert actual == [*zip(wrong["index"], wrong["kind"], strict=True)][:60]
     labels = [s["proposed"] for s in data["suspects"] if s["kind"] == "label"]
     assert labels == wrong["proposed"].tolist()[: len(labels)]
     influence = blr.influence(task, posterior, test)
@@ -110,7 +125,8 @@ def test_every_row_holds_what_the_analyses_say(tmp_path: Path) -> None:
 def test_every_likelihood_has_a_page(tmp_path: Path, outputs: int, likelihood: Any) -> None:
     task, test, posterior = problem(24, outputs, likelihood)
     path = written(tmp_path, task, test, posterior)
-    data, text = data_of(path), path.read_text("utf-8")
+    data = data_of(path)
+    text = path.read_text("utf-8")
     assert len(data["suspects"]) > 0
     is_squared = not isinstance(likelihood, str)
     assert ("squared error, summed over 3 outputs" in SCRIPTS.sub("", text)) == is_squared
@@ -139,22 +155,23 @@ def test_classes_have_their_names(tmp_path: Path) -> None:
 def test_classes_that_were_not_seen_and_no_test_data(tmp_path: Path) -> None:
     task = problem(24, 100)[0].subset(range(3))
     posterior = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
-    path, proposed = (
-        written(tmp_path, task, None, posterior),
-        blr.suspicious(task, posterior).proposed,
-    )
+    path = written(tmp_path, task, None, posterior)
+    proposed = blr.suspicious(task, posterior).proposed
     assert data_of(path)["classes"] == [[c, c] for c in sorted({0, 1, 2, *proposed.tolist()})]
-    assert proposed.max() <= 2 and "No test data" in path.read_text("utf-8")
+    assert proposed.max() <= 2
+    assert "No test data" in path.read_text("utf-8")
 
 
 def test_rows_of_a_table_are_shown_by_their_columns(tmp_path: Path) -> None:
     g = np.random.default_rng(0)
     frame = pd.DataFrame({"age": g.integers(18, 90, 40), "loss": g.normal(50, 9, 40)})
-    own, model = frame.assign(y=np.arange(40) % 2, text="words"), torch.nn.Linear(2, 2)
+    own = frame.assign(y=np.arange(40) % 2, text="words")
+    model = torch.nn.Linear(2, 2)
     task = blr.Task(model, own, target="y")
     test = blr.Task(model, own.iloc[30:].reset_index(drop=True), target="y")
     data = data_of(written(tmp_path, task, test, blr.fit_laplace(task, structure="full")))
-    assert data["inputs"] == ["age", "loss (input)"] and "age" not in data["colours"]
+    assert data["inputs"] == ["age", "loss (input)"]
+    assert "age" not in data["colours"]
     assert column(data, "age") == frame["age"].tolist()
     assert column(data, "loss (input)") == pytest.approx(frame["loss"].tolist(), rel=1e-3)
     for told in data["tests"]:
@@ -165,14 +182,15 @@ def test_rows_of_a_table_are_shown_by_their_columns(tmp_path: Path) -> None:
 def test_groups_their_ranges_and_what_cannot_be_trusted(tmp_path: Path) -> None:
     task, test, _ = problem()
     posterior = blr.fit_laplace(task, structure="diag", prior_precision=0.01)
-    found = investigate(task, posterior, test=test, passes=1)
-    removals = found.removals.assign(note=["<far> off", "", "<far> off"])
-    findings = Findings(**{**vars(found), "removals": removals})
+    actual = investigate(task, posterior, test=test, passes=1)
+    removals = actual.removals.assign(note=["<far> off", "", "<far> off"])
+    findings = Findings(**{**vars(actual), "removals": removals})
     page = write_page(findings, tmp_path / "r.html", classes=NAMES).read_text("utf-8")
     assert "Without cat, owl: &lt;far&gt; off." in page
     summary = as_text(in_text(*sections(findings).values()))
     words = " ".join(summary.split())
-    assert "Without 0, 2: <far> off." in words and len(removals) == 3
+    assert "Without 0, 2: <far> off." in words
+    assert len(removals) == 3
     shown = ("cat", "&lt;b&gt;dog&lt;/b&gt;", "owl")
     for row, name in zip(removals.to_dict("records"), shown, strict=True):
         (line,) = re.findall(rf'<tr><th scope="row" dir="auto">{name}</th>(.*?)</tr>', page)
@@ -183,8 +201,10 @@ def test_groups_their_ranges_and_what_cannot_be_trusted(tmp_path: Path) -> None:
             assert (f">{figure}<" in line) == is_trusted
     assert trust_in_words(page).startswith("This model was stopped before its loss was minimal.")
     for word in ("diagonal", "a ranking, no scale"):
-        assert word in page and word in words
-    assert "BSD 3-Clause" in page and "Anaconda, Inc., and Bokeh Contributors" in page
+        assert word in page
+        assert word in words
+    assert "BSD 3-Clause" in page
+    assert "Anaconda, Inc., and Bokeh Contributors" in page
 
 
 @pytest.mark.parametrize(
@@ -207,11 +227,12 @@ def test_a_source_that_supplied_most_suspects_is_named(eve: float, sentence: str
         optimizer.step()
     task = blr.Task(model, (x, y), metadata={"annotator": who})
     posterior = blr.fit_laplace(task, structure="full", prior_precision=1.0)
-    found = investigate(task, posterior, by=None)
-    told = main_supplier(found)
-    assert told.startswith(sentence) and bool(told) == bool(sentence)
+    actual = investigate(task, posterior, by=None)
+    told = main_supplier(actual)
+    assert told.startswith(sentence)
+    assert bool(told) == bool(sentence)
     if sentence:
-        suspects = found.suspects["index"]
+        suspects = actual.suspects["index"]
         count = sum(who[i] == "eve" for i in suspects)
         assert f"{count} of {len(suspects)} suspects" in told
 
@@ -240,7 +261,8 @@ def test_thumbnails_of_every_kind_of_image_keep_their_pixels() -> None:
         shown = Image.open(io.BytesIO(base64.b64decode(sheet.uri.partition(",")[2])))
         tile = np.asarray(shown.convert("L" if expected.ndim == 2 else "RGB"))[:8, 1:7]
         assert (sheet.edge, sheet.across, sheet.down) == (8, 2, 2)
-        assert np.array_equal(picture, expected) and np.array_equal(tile, expected)
+        assert np.array_equal(picture, expected)
+        assert np.array_equal(tile, expected)
     assert picture_of([PIXELS.astype(float) - 100], 0).max() == 255  # stretched to 0 … 1
 
 
@@ -248,12 +270,16 @@ def test_thumbnails_of_every_kind_of_image_keep_their_pixels() -> None:
 def test_of_many_examples_the_telling_ones_are_shown_in_a_small_page(tmp_path: Path) -> None:
     task, _, posterior = problem(n := MAX_ROWS + 500)
     path = written(tmp_path, task, None, posterior, images=torch.rand(n, 3, 16, 16))
-    data, table = data_of(path), blr.sensitivity(task, posterior).table
+    data = data_of(path)
+    table = blr.sensitivity(task, posterior).table
     shown = column(data, "index")
-    assert len(shown) == MAX_ROWS and data["n"] == n and shown == sorted(shown)
+    assert len(shown) == MAX_ROWS
+    assert data["n"] == n
+    assert shown == sorted(shown)
     assert set(table["deviation"].nlargest(100).index) <= set(shown)
     assert "10,500 examples, 10,000 are shown" in path.read_text("utf-8")
-    assert path.stat().st_size < 15e6 and data["across"] > 90
+    assert path.stat().st_size < 15e6
+    assert data["across"] > 90
 
 
 REFUSED: list[tuple[dict[str, Any], type[BLRError], str]] = [

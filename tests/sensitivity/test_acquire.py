@@ -41,17 +41,18 @@ def test_linear_regression_by_dense_algebra(by: str) -> None:
     """Both orders are one of a single output, and the near copy is not taken next."""
     x, q, model = linear()
     pool = blr.Task(model, x, likelihood=blr.Gaussian(0.1))
-    found = blr.acquire(pool, q, 3, by=by, draws=DRAWS).tolist()
-    assert found == expected(x, q, 3, 0.1)
-    assert not {2, 5} <= set(found)
+    actual = blr.acquire(pool, q, 3, by=by, draws=DRAWS).tolist()
+    assert actual == expected(x, q, 3, 0.1)
+    assert not {2, 5} <= set(actual)
 
 
 def test_labels_are_not_looked_at() -> None:
     x, q, model = linear()
     pool = blr.Task(model, x, likelihood=blr.Gaussian(0.1))
     labelled = blr.Task(model, (x, torch.zeros(12, 1).double()), likelihood=blr.Gaussian(0.1))
-    found = [blr.acquire(task, q, 5).tolist() for task in (pool, labelled)]
-    assert found[0] == found[1] and len(set(found[0])) == 5
+    actual = [blr.acquire(task, q, 5).tolist() for task in (pool, labelled)]
+    assert actual[0] == actual[1]
+    assert len(set(actual[0])) == 5
 
 
 def test_what_is_only_noisy_is_not_asked_for() -> None:
@@ -66,7 +67,8 @@ def test_what_is_only_noisy_is_not_asked_for() -> None:
     q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
     pool = blr.Task(model, torch.tensor([[0.0], [0.1], [3.0], [-0.1]]))
     entropy = q.predict(pool, draws=0).entropy
-    assert entropy is not None and float(entropy.std()) < 1e-6
+    assert entropy is not None
+    assert float(entropy.std()) < 1e-6
     for by in ("information", "variance"):
         assert blr.acquire(pool, q, 1, by=by).tolist() == [2]
 
@@ -82,11 +84,12 @@ def test_of_sequences_and_images_the_sum(form: str, by: str) -> None:
         model = nn.Conv2d(1, 3, 3, padding=1)
         x = torch.randn(6, 1, 4, 4)
     mean = {name: p.detach() for name, p in model.named_parameters()}
-    q = blr.Posterior(mean, {n: torch.ones_like(p) for n, p in mean.items()},
-                      prior_precision=1.0, n_data=6)  # fmt: skip
+    q = blr.Posterior(
+        mean, {n: torch.ones_like(p) for n, p in mean.items()}, prior_precision=1.0, n_data=6
+    )
     pool = blr.Task(model, x, likelihood="tokens")
-    found = q.predict(pool, 8, generator=torch.Generator().manual_seed(0))
-    values = getattr(found, by)
+    actual = q.predict(pool, 8, generator=torch.Generator().manual_seed(0))
+    values = getattr(actual, by)
     totals = values.reshape(6, -1).sum(1)
     assert blr.acquire(pool, q, 2, by=by, draws=8).tolist() == totals.topk(2).indices.tolist()
 

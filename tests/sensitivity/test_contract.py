@@ -29,7 +29,9 @@ from blr_analysis.posterior.facts import Calibration, Rerun
 from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.sensitivity import token_sensitivity
 
-N, M, DELTA = 14, 6, 0.7
+N = 14
+M = 6
+DELTA = 0.7
 GROUP = [1, 4, 5]
 STRUCTURES = ("diag", "kron", "full")
 
@@ -85,11 +87,16 @@ class At:
     """What dense algebra knows of a posterior: f, e, J, Σ at its mean."""
 
     def __init__(self, kind: str, task: blr.Task, test: blr.Task, q: blr.Posterior) -> None:
-        self.f, self.g = outputs_of(task, q.mean), outputs_of(test, q.mean)
-        self.y, self.z = task.dataset.tensors[1], test.dataset.tensors[1]
-        self.e, self.h = slope(kind, self.f, self.y), slope(kind, self.g, self.z)
-        self.j, self.k = dense_jacobian(task, q.mean), dense_jacobian(test, q.mean)
-        self.s, self.q = dense_precision(q), q
+        self.f = outputs_of(task, q.mean)
+        self.g = outputs_of(test, q.mean)
+        self.y = task.dataset.tensors[1]
+        self.z = test.dataset.tensors[1]
+        self.e = slope(kind, self.f, self.y)
+        self.h = slope(kind, self.g, self.z)
+        self.j = dense_jacobian(task, q.mean)
+        self.k = dense_jacobian(test, q.mean)
+        self.s = dense_precision(q)
+        self.q = q
         self.sigma = torch.linalg.inv(self.s)
         self.losses = loss(kind, self.f, self.y)
         self.v = self.j @ self.sigma @ self.j.mT
@@ -112,12 +119,13 @@ class AnalysisContract:
         scores = blr.sensitivity(world.task, world.given)
         each = []
         for ends in world.ends:
-            v, e = world.tau * ends.at[-1].v, world.error(ends)
+            v = world.tau * ends.at[-1].v
+            e = world.error(ends)
             move = torch.einsum("ncd,nd->nc", v, e)
             each.append((e, v, (e * move).sum(-1), world.distance(ends.at[-1].f, move)))
         names = ("error", "variance", "self_influence", "deviation")
-        for name, found in zip(names, zip(*each, strict=True), strict=True):
-            world.close(getattr(scores, name), torch.stack(found).mean(0))
+        for name, actual in zip(names, zip(*each, strict=True), strict=True):
+            world.close(getattr(scores, name), torch.stack(actual).mean(0))
         world.close(scores.outputs, world.ends[-1].at[-1].f)
         world.close(scores.losses, world.ends[-1].at[-1].losses)
         light = blr.sensitivity(world.task, world.given, variance=False)
@@ -138,7 +146,7 @@ class AnalysisContract:
         assert set(loo.correction) <= {word, "bounded"}
 
     def test_influence(self, world: World) -> None:
-        found = blr.influence(world.task, world.given, world.test)
+        actual = blr.influence(world.task, world.given, world.test)
         each = []
         for ends in world.ends:
             for at in ends.at:
@@ -147,27 +155,27 @@ class AnalysisContract:
                 theirs = torch.einsum("nc,ncp->np", at.h, at.k)
                 each.append(world.tau * own @ at.sigma @ theirs.mT)
         truth = torch.stack(each).mean(0)
-        world.close(found, truth)
+        world.close(actual, truth)
         top = blr.influence(world.task, world.given, world.test, k=4)
         world.close(top.helpful_values, truth.mT.topk(4).values)
 
     def test_suspicious(self, world: World) -> None:
-        found = blr.suspicious(world.task, world.given, duplicates=False)
+        actual = blr.suspicious(world.task, world.given, duplicates=False)
         losses = [torch.stack([at.losses for at in ends.at]).mean(0) for ends in world.ends]
-        world.close(found.losses, torch.stack(losses).mean(0))
-        world.close(found.left_out, blr.leave_one_out(world.task, world.given).losses)
+        world.close(actual.losses, torch.stack(losses).mean(0))
+        world.close(actual.left_out, blr.leave_one_out(world.task, world.given).losses)
         end = world.ends[-1].at[-1]
-        world.close(found.unfamiliarity, (height(self.kind, end.f, end.y) * end.v).sum((1, 2)))
-        suspected = self.contradicted(world, found)
-        assert all(suspected[i] for i, kind in enumerate(found.kind) if kind == "label")
-        first = found.order[: int(suspected.sum())]
+        world.close(actual.unfamiliarity, (height(self.kind, end.f, end.y) * end.v).sum((1, 2)))
+        suspected = self.contradicted(world, actual)
+        assert all(suspected[i] for i, kind in enumerate(actual.kind) if kind == "label")
+        first = actual.order[: int(suspected.sum())]
         assert suspected[first].all()
-        world.close(found.losses[first], found.losses[suspected].sort(descending=True).values)
-        kinds = [found.kind[i] for i in found.order[len(first) :]]
+        world.close(actual.losses[first], actual.losses[suspected].sort(descending=True).values)
+        kinds = [actual.kind[i] for i in actual.order[len(first) :]]
         assert kinds == sorted(kinds, key=["unfamiliar", "none"].index)
-        assert found.table["index"].tolist() == found.order.tolist()
+        assert actual.table["index"].tolist() == actual.order.tolist()
 
-    def contradicted(self, world: World, found: Any) -> Tensor:
+    def contradicted(self, world: World, actual: Any) -> Tensor:
         """Where most of the run, or the left-out prediction, answers otherwise; of regression the
         twentieth with the largest loss."""
         left_out = blr.leave_one_out(world.task, world.given).logits
@@ -179,7 +187,7 @@ class AnalysisContract:
             votes = [((at.f > 0) != (targets > 0.5)).any(1) for at in world.ends[-1].at]
             without = ((left_out > 0) != (targets > 0.5)).any(1)
         else:
-            rank = found.losses.argsort(descending=True).argsort()
+            rank = actual.losses.argsort(descending=True).argsort()
             return rank < round(0.05 * len(rank))
         return (torch.stack(votes).double().mean(0) > 0.5) | without
 
@@ -190,7 +198,8 @@ class AnalysisContract:
         changes = []
         for ends in world.ends:
             at = ends.at[-1]
-            j, lam = at.j[GROUP], height(self.kind, at.f, at.y)[GROUP]
+            j = at.j[GROUP]
+            lam = height(self.kind, at.f, at.y)[GROUP]
             share = torch.einsum("ncp,ncd,ndq->pq", j, lam, j)
             left = at.s - world.projected(at.q, share)
             mean = flatten(at.q.mean) + torch.linalg.solve(
@@ -230,9 +239,11 @@ class World:
     """A task, what is given to the analyses, and the oracle of each posterior behind it."""
 
     def __init__(self, about: AnalysisContract, structure: str) -> None:
-        self.about, self.structure = about, structure
+        self.about = about
+        self.structure = structure
         outputs = {"categorical": 3, "gaussian": 2}.get(about.kind, 1)
-        x, y = normal(N, 4), targets(about.kind, N, 1)
+        x = normal(N, 4)
+        y = targets(about.kind, N, 1)
         model = mlp(outputs=outputs, seed=3)
         self.task = blr.Task(model, (x, y), likelihood=about.kind, progress=False)
         data = normal(M, 4, seed=5), targets(about.kind, M, 6)
@@ -279,14 +290,16 @@ class World:
 
     def error(self, ends: Ends) -> Tensor:
         """ē: the mean over the run; of the end of a classifier's alone, at .7 of the logits."""
-        end, classes = ends.at[-1], self.about.kind in ("categorical", "bernoulli")
+        end = ends.at[-1]
+        classes = self.about.kind in ("categorical", "bernoulli")
         if len(ends.at) == 1 and classes and not self.about.at_rest:
             return slope(self.about.kind, 0.7 * end.f, end.y)
         return torch.stack([at.e for at in ends.at]).mean(0)
 
     def left_out(self, ends: Ends) -> Tensor:
         end = ends.at[-1]
-        v, e = self.tau * end.v, self.error(ends)
+        v = self.tau * end.v
+        e = self.error(ends)
         if not (self.about.at_rest and self.structure == "full"):
             return torch.einsum("ncd,nd->nc", v, e)
         lam = height(self.about.kind, end.f, end.y)
@@ -309,8 +322,8 @@ class World:
         return turned @ (turned.T @ share @ turned).diagonal().diag() @ turned.T
 
     @staticmethod
-    def close(found: Any, truth: Tensor) -> None:
-        torch.testing.assert_close(torch.as_tensor(found), truth, rtol=1e-8, atol=1e-10)
+    def close(actual: Any, truth: Tensor) -> None:
+        torch.testing.assert_close(torch.as_tensor(actual), truth, rtol=1e-8, atol=1e-10)
 
 
 class TestClassesAlone(AnalysisContract):
@@ -318,11 +331,14 @@ class TestClassesAlone(AnalysisContract):
 
 
 class TestClassesOfARun(AnalysisContract):
-    run, tau = 4, 0.3
+    run = 4
+    tau = 0.3
 
 
 class TestClassesOfSeveralRuns(AnalysisContract):
-    run, several, tau = 2, 2, 0.4
+    run = 2
+    several = 2
+    tau = 0.4
 
 
 class TestClassesAtAMinimum(AnalysisContract):
@@ -330,33 +346,45 @@ class TestClassesAtAMinimum(AnalysisContract):
 
 
 class TestBernoulliAtAMinimum(AnalysisContract):
-    kind, at_rest = "bernoulli", True
+    kind = "bernoulli"
+    at_rest = True
 
 
 class TestRegressionAtAMinimum(AnalysisContract):
-    kind, at_rest = "gaussian", True
+    kind = "gaussian"
+    at_rest = True
 
 
 class TestRegressionOffIt(AnalysisContract):
-    kind, run = "gaussian", 3
+    kind = "gaussian"
+    run = 3
 
 
 class TestCountsOfSeveral(AnalysisContract):
-    kind, several = "poisson", 3
+    kind = "poisson"
+    several = 3
 
 
 def test_the_temperature_multiplies_v_and_nothing_else() -> None:
-    one, four = AnalysisContract(), AnalysisContract()
+    one = AnalysisContract()
+    four = AnalysisContract()
     one.run = four.run = 3
-    one.tau, four.tau = 0.2, 0.8
-    small, large = World(one, "kron"), World(four, "kron")
-    task, test, q, p = small.task, small.test, small.given, large.given
+    one.tau = 0.2
+    four.tau = 0.8
+    small = World(one, "kron")
+    large = World(four, "kron")
+    task = small.task
+    test = small.test
+    q = small.given
+    p = large.given
     close = World.close
-    a, b = blr.sensitivity(task, q), blr.sensitivity(task, p)
+    a = blr.sensitivity(task, q)
+    b = blr.sensitivity(task, p)
     close(b.variance, 4 * a.variance)
     close(b.self_influence, 4 * a.self_influence)
     close(b.error, a.error)
-    a, b = blr.leave_one_out(task, q), blr.leave_one_out(task, p)
+    a = blr.leave_one_out(task, q)
+    b = blr.leave_one_out(task, p)
     f = outputs_of(task, q.mean)
     close(b.logits - f, 4 * (a.logits - f))
     close(b.leverage, 4 * a.leverage)
@@ -365,20 +393,24 @@ def test_the_temperature_multiplies_v_and_nothing_else() -> None:
     for normalize in (True, "cosine"):
         plain = blr.influence(task, q, test, normalize=normalize)
         close(blr.influence(task, p, test, normalize=normalize), torch.as_tensor(plain))
-    a, b = blr.suspicious(task, q, seed=1), blr.suspicious(task, p, seed=1)
+    a = blr.suspicious(task, q, seed=1)
+    b = blr.suspicious(task, p, seed=1)
     close(b.losses, a.losses)
     close(b.closeness, a.closeness)
     for how in ({"solver": "posterior"}, {"solver": "cg", "passes": 3}):
-        found = [blr.what_if(task, each, remove=GROUP, **how) for each in (q, p)]
-        close(flatten(found[1].parameters), flatten(found[0].parameters))
-    close(flatten(p.sample(generator=torch.Generator().manual_seed(0))),
-          flatten(q.sample(generator=torch.Generator().manual_seed(0))))  # fmt: skip
+        actual = [blr.what_if(task, each, remove=GROUP, **how) for each in (q, p)]
+        close(flatten(actual[1].parameters), flatten(actual[0].parameters))
+    close(
+        flatten(p.sample(generator=torch.Generator().manual_seed(0))),
+        flatten(q.sample(generator=torch.Generator().manual_seed(0))),
+    )
 
 
 @pytest.mark.parametrize("kind", ["categorical", "gaussian"])
 def test_single_precision_is_near(kind: str) -> None:
     about = AnalysisContract()
-    about.kind, about.at_rest = kind, True
+    about.kind = kind
+    about.at_rest = True
     exact = World(about, "full")
     x, y = exact.task.dataset.tensors
     y = y.float() if y.is_floating_point() else y
@@ -389,7 +421,8 @@ def test_single_precision_is_near(kind: str) -> None:
         lambda t: torch.as_tensor(blr.influence(t, exact.given, t)),
         lambda t: flatten(blr.what_if(t, exact.given, remove=GROUP, solver="posterior").parameters),
     ):
-        ours, truth = ask(task), ask(exact.task)
+        ours = ask(task)
+        truth = ask(exact.task)
         assert ours.dtype == torch.float32
         assert ours.device.type == "cpu"
         assert float((ours.double() - truth).norm() / truth.norm()) < 5e-4
@@ -418,7 +451,9 @@ class Bad:
         about = AnalysisContract()
         about.at_rest = True
         world = World(about, "kron")
-        self.task, self.test, self.q = world.task, world.test, world.given
+        self.task = world.task
+        self.test = world.test
+        self.q = world.given
         q = self.q
         self.other = blr.Posterior(q.mean, q.form, prior_precision=DELTA, n_data=N + 1)
         w = {"w": torch.ones(2)}
@@ -471,8 +506,13 @@ OPTIONS: list[tuple[Any, type, str]] = [
     (lambda b: blr.leave_one_out(b.task, [b.q, b.q], refine=1), InputError, "one posterior"),
     (lambda b: blr.influence(b.task, b.q, b.test, measure="margins"), InputError, "measure"),
     (lambda b: blr.influence(b.task, b.q, b.test, measure=lambda f, y: f), InputError, "measure"),
-    (lambda b: blr.influence(b.task, b.q, b.test, measure=lambda f, y: (f.argmax(-1) == y).float()),
-     InputError, "no gradient"),
+    (
+        lambda b: blr.influence(
+            b.task, b.q, b.test, measure=lambda f, y: (f.argmax(-1) == y).float()
+        ),
+        InputError,
+        "no gradient",
+    ),
     (lambda b: blr.influence(b.task, b.q, b.test, normalize="self"), InputError, "normalize"),
     (lambda b: blr.influence(b.task, b.q, b.test, k=0), InputError, "k"),
     (lambda b: blr.influence(b.task, b.q, b.test, k=N + 1), InputError, "k=15"),
@@ -494,8 +534,11 @@ OPTIONS: list[tuple[Any, type, str]] = [
     (lambda b: blr.suspicious(b.task, b.q, share=True), InputError, "share"),
     (lambda b: blr.suspicious(b.task, b.q, samples=0), InputError, "samples"),
     (lambda b: blr.suspicious(b.task, b.q, duplicates=1), InputError, "duplicates"),
-    (lambda b: blr.suspicious(b.task, b.q, duplicates=False).score("duplicate"), InputError,
-     "duplicates=True"),
+    (
+        lambda b: blr.suspicious(b.task, b.q, duplicates=False).score("duplicate"),
+        InputError,
+        "duplicates=True",
+    ),
     (lambda b: blr.suspicious(b.task, b.q, duplicates=False).score("odd"), InputError, "'odd'"),
     (lambda b: blr.what_if(b.task, b.q, remove=[0]).apply(nn.Linear(4, 2)), ModelError, "apply"),
     (lambda b: blr.what_if(b.task, b.q, remove=[0]).apply(None), InputError, "model must be"),
@@ -511,13 +554,20 @@ OPTIONS: list[tuple[Any, type, str]] = [
     (lambda b: blr.select_prior_precision(b.task, [1.0], test=3), InputError, "test must be"),
     (lambda b: blr.select_prior_precision(b.task, [1.0], test=b.wide), PosteriorError, "model"),
     (lambda b: blr.select_prior_precision(b.task, [1.0], fit="x"), InputError, "fit must be"),
-    (lambda b: blr.select_prior_precision(b.task, [1.0], fit=lambda t, d: None), InputError,
-     "must return"),
-    (lambda b: blr.select_prior_precision(
-        b.task, [1.0], fit=lambda t, d: blr.fit_laplace(t, prior_precision=7.0)
-    ), InputError, "prior_precision=7 for δ=1"),
+    (
+        lambda b: blr.select_prior_precision(b.task, [1.0], fit=lambda t, d: None),
+        InputError,
+        "must return",
+    ),
+    (
+        lambda b: blr.select_prior_precision(
+            b.task, [1.0], fit=lambda t, d: blr.fit_laplace(t, prior_precision=7.0)
+        ),
+        InputError,
+        "prior_precision=7 for δ=1",
+    ),
     (lambda b: token_sensitivity(b.task, b.q), InputError, '"tokens" or "causal_lm"'),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", range(len(OPTIONS)))

@@ -23,7 +23,8 @@ DELTA = 2.0
 
 
 def test_linear_regression_is_solved_exactly_whatever_the_preconditioner() -> None:
-    x, y = normal(40, 5), normal(40, seed=1)
+    x = normal(40, 5)
+    y = normal(40, seed=1)
     task = blr.Task(trained("gaussian", x, y, DELTA), (x, y), likelihood="gaussian")
     q = blr.fit_laplace(task, structure="diag", prior_precision=DELTA)
     result = blr.what_if(task, q, remove=range(15))
@@ -43,7 +44,8 @@ def test_converged_descent_is_retraining(change: str) -> None:
     task = blr.Task(model, (x[:200], y[:200]), likelihood="bernoulli")
     new = blr.Task(model, (x[200:], y[200:]), likelihood="bernoulli")
     q = blr.fit_laplace(task, structure="diag", prior_precision=DELTA)
-    labels, weights = y.clone(), torch.zeros(1, 220)
+    labels = y.clone()
+    weights = torch.zeros(1, 220)
     weights[:, :200] = 1
     asked: dict = {}
     if change in ("remove", "all"):
@@ -80,7 +82,8 @@ def test_the_objective_never_rises_and_passes_are_counted(monkeypatch) -> None:
     monkeypatch.setattr(blr.Task, "run", counted)
     data = changed(task, q.prior, leaving=torch.arange(0, 300, 3))
     descent = Descent(data, q.form, data.at(dict(q.mean)))
-    values, start = [descent.point.value], seen
+    values = [descent.point.value]
+    start = seen
     while descent.passes < 20:
         descent.move()
         values.append(descent.point.value)
@@ -102,7 +105,8 @@ def test_a_rare_class(structure: str) -> None:
     g = torch.Generator().manual_seed(0)
     x = torch.randn(1000, 4, generator=g, dtype=torch.float64)
     y = torch.zeros(1000, dtype=torch.long)
-    y[:300], y[300:308] = 1, 2
+    y[:300] = 1
+    y[300:308] = 2
     x[y == 1, 0] += 2
     x[y == 2, 1] += 4
     task = blr.Task(trained("categorical", x, y, 0.1, 3), (x, y))
@@ -151,7 +155,8 @@ def test_a_parameter_without_dimensions(tempered: blr.Task, structure: str) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_descents_go_as_far_as_the_precision_allows(variance: float, dtype: torch.dtype) -> None:
     """Also where the objective is large beside what a removal changes of it."""
-    x, y = normal(120, 4), 50 * normal(120, seed=1) + 150
+    x = normal(120, 4)
+    y = 50 * normal(120, seed=1) + 150
     likelihood = blr.Gaussian(variance)
     model = trained("gaussian", x, y / variance**0.5, 1.0)
     z = torch.cat([x, torch.ones(120, 1).double()], 1)

@@ -18,9 +18,14 @@ TOKENS = torch.randint(30, (32, 6), generator=torch.Generator().manual_seed(0))
 
 def llama() -> nn.Module:
     config = LlamaConfig(
-        vocab_size=48, hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=8, initializer_range=0.3,
-    )  # fmt: skip
+        vocab_size=48,
+        hidden_size=WIDTH,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=8,
+        initializer_range=0.3,
+    )
     return LlamaForCausalLM(config)
 
 
@@ -43,7 +48,8 @@ def of_vectors(*layers: nn.Module) -> blr.Task:
 def test_models_of_transformers_draw_their_own(build) -> None:
     """As large as those of a new model, and where a new model's are constant, the same."""
     torch.manual_seed(0)
-    new, model = build(), build()
+    new = build()
+    model = build()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(1.0)
@@ -54,9 +60,11 @@ def test_models_of_transformers_draw_their_own(build) -> None:
         else:
             torch.testing.assert_close(fresh[name].std(), p.detach().std(), rtol=0.2, atol=0)
             assert abs(float(fresh[name].mean())) < 0.1
-    again, other = drawn(of_texts(model), 3), drawn(of_texts(model), 4)
+    again = drawn(of_texts(model), 3)
+    other = drawn(of_texts(model), 4)
     name = next(iter(fresh))
-    assert torch.equal(fresh[name], again[name]) and not torch.equal(fresh[name], other[name])
+    assert torch.equal(fresh[name], again[name])
+    assert not torch.equal(fresh[name], other[name])
 
 
 class Scaled(nn.Module):
@@ -65,7 +73,8 @@ class Scaled(nn.Module):
     def __init__(self, around: float, normalises: bool = True) -> None:
         super().__init__()
         self.gain = nn.Parameter(torch.ones(WIDTH))
-        self.around, self.normalises = around, normalises
+        self.around = around
+        self.normalises = normalises
 
     def forward(self, x: Tensor) -> Tensor:
         size = x.square().mean(-1, keepdim=True).add(1e-6).rsqrt() if self.normalises else 1.0

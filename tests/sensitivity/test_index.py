@@ -43,7 +43,8 @@ def posterior(task: blr.Task, structure: str = "diag") -> blr.Posterior:
 def test_with_room_for_everything_it_is_exact(
     tmp_path: Path, structure: str, normalize: bool | str
 ) -> None:
-    task, test = language(), task_of(tiny_lm(tied=True), sequences(4))
+    task = language()
+    test = task_of(tiny_lm(tied=True), sequences(4))
     q = posterior(task, structure)
     asked: dict[str, Any] = {"normalize": normalize}
     built = blr.Index.build(task, q, tmp_path / "i", rank=10**6, dtype="float64")
@@ -53,7 +54,8 @@ def test_with_room_for_everything_it_is_exact(
     assert relative(index.influence(test, **asked), exact) < 1e-10
     assert relative(index.self_influence, blr.sensitivity(task, q).self_influence) < 1e-10
     assert index.examples["source"] == task.metadata["source"]
-    top, truth = index.top(test, 3, **asked), blr.influence(task, q, test, k=3, **asked)
+    top = index.top(test, 3, **asked)
+    truth = blr.influence(task, q, test, k=3, **asked)
     assert torch.equal(top.helpful, truth.helpful)
     assert torch.equal(top.harmful, truth.harmful)
     assert list(top.table) == list(truth.table)
@@ -178,9 +180,12 @@ def test_a_matrix_gets_room_by_what_it_holds() -> None:
     assert energies(q)["little"] == pytest.approx(400 / 5)
     shared = rooms({name: m.numel() for name, m in mean.items()}, energies(q), 101)
     assert shared["none"] == 1
-    assert shared["much"] == pytest.approx(80) and shared["little"] == pytest.approx(20)
+    assert shared["much"] == pytest.approx(80)
+    assert shared["little"] == pytest.approx(20)
     sizes = {name: matrix.size for name, matrix in Sketch.of(q, 101).matrices.items()}
-    assert 60 < sizes["much"] <= 80 and 12 < sizes["little"] <= 20 and sizes["none"] == 1
+    assert 60 < sizes["much"] <= 80
+    assert 12 < sizes["little"] <= 20
+    assert sizes["none"] == 1
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [("int8", 0.02), ("float16", 1e-3), ("float64", 0)])
@@ -199,24 +204,27 @@ def test_numbers_are_stored_in_a_unit_of_each_example(dtype: str, rounding: floa
 
 
 def test_few_numbers_err_as_they_say_and_are_refined(tmp_path: Path) -> None:
-    task, test = language(), task_of(tiny_lm(tied=True), sequences(4))
+    task = language()
+    test = task_of(tiny_lm(tied=True), sequences(4))
     q = posterior(task)
     said: list[float] = []
     index = blr.Index.build(
         task, q, tmp_path / "i", rank=60, heard=lambda error: said.append(error.relative_rms)
     )
-    assert said == [index.error.relative_rms] and index.numbers <= 60
+    assert said == [index.error.relative_rms]
+    assert index.numbers <= 60
     assert 0.02 < index.error.relative_rms < 2
     exact = blr.influence(task, q, test)
     gap = relative(index.influence(test), exact.matrix)
     assert 0.2 < gap / index.error.relative_rms < 5
     for normalize in (False, True, "cosine"):
         estimate = index.influence(test, normalize=normalize)
-        found = index.top(test, 3, normalize=normalize)
+        actual = index.top(test, 3, normalize=normalize)
         best = estimate.topk(3, dim=0)
-        assert torch.equal(found.helpful, best.indices.mT)
+        assert torch.equal(actual.helpful, best.indices.mT)
         alone = index.top(test, 3, normalize=normalize, harmful=False)
-        assert torch.equal(alone.helpful, found.helpful) and alone.harmful.shape == (4, 0)
+        assert torch.equal(alone.helpful, actual.helpful)
+        assert alone.harmful.shape == (4, 0)
     for normalize in (False, "cosine"):
         refined = index.top(test, 2, refine=N, normalize=normalize)
         truth = blr.influence(task, q, test, normalize=normalize).top(2)
@@ -268,14 +276,17 @@ def test_a_build_that_ends_early_goes_on_to_the_same_bits(
 def test_one_example_that_was_edited_is_other_data(tmp_path: Path, what: str) -> None:
     """As it stands among those that nobody looks at, in data that are read in another way."""
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(N, 3, generator=generator), torch.arange(N) % 3
-    model, source = torch.nn.Linear(3, 3), [*"ab"] * (N // 2)
+    x = torch.randn(N, 3, generator=generator)
+    y = torch.arange(N) % 3
+    model = torch.nn.Linear(3, 3)
+    source = [*"ab"] * (N // 2)
 
     def task() -> blr.Task:
         rows = list(zip(x.clone(), y.clone(), strict=True))
         return blr.Task(model, rows, metadata={"source": list(source)})
 
-    q, apart = posterior(blr.Task(model, (x, y))), torch.stack([y, y], 1)[:, 0]
+    q = posterior(blr.Task(model, (x, y)))
+    apart = torch.stack([y, y], 1)[:, 0]
     blr.Index.build(blr.Task(model, (x, apart), metadata={"source": source}), q, tmp_path / "i")
     blr.Index.build(task(), q, tmp_path / "i")
     if what == "input":
@@ -313,7 +324,8 @@ def test_what_does_not_belong_is_refused_by_name(tmp_path: Path) -> None:
         blr.Index.build(task, q, tmp_path / "foreign")
     opened = blr.Index.open(tmp_path / "i", task=task)
     file = next((tmp_path / "i").glob("gradients-*"))
-    whole, table = file.read_bytes(), tmp_path / "i" / stored.EXAMPLES
+    whole = file.read_bytes()
+    table = tmp_path / "i" / stored.EXAMPLES
     kept = load_file(file)
     for other, first in ((kept, "256"), ({n: t[:-1] for n, t in kept.items()}, "0")):
         save_file({n: t.contiguous() for n, t in other.items()}, file, {"first": first})

@@ -112,9 +112,9 @@ def test_influence_is_the_dense_product(
 ) -> None:
     world = of_kind(name)
     q = world.posterior(structure)
-    found = blr.influence(bounded(world.task, memory_budget), q, world.test)
-    assert found.dtype == torch.float64
-    assert relative(found, world.truth(q)) < EXACT
+    actual = blr.influence(bounded(world.task, memory_budget), q, world.test)
+    assert actual.dtype == torch.float64
+    assert relative(actual, world.truth(q)) < EXACT
 
 
 @pytest.mark.parametrize(
@@ -129,32 +129,39 @@ def test_normalized_influence(world: World, structure: str, memory_budget: int |
         (g @ covariance(q) * g).sum(1).sqrt() for g in (world.gradients, world.test_gradients)
     )
     relative_influence = world.truth(q) / own[:, None]
-    found = blr.influence(task, q, world.test, normalize=True)
-    assert relative(found, relative_influence) < EXACT
+    actual = blr.influence(task, q, world.test, normalize=True)
+    assert relative(actual, relative_influence) < EXACT
     cosine = blr.influence(task, q, world.test, normalize="cosine")
-    assert relative(cosine, relative_influence / theirs) < EXACT and float(cosine.abs().max()) <= 1
+    assert relative(cosine, relative_influence / theirs) < EXACT
+    assert float(cosine.abs().max()) <= 1
     top = blr.influence(task, q, world.test, k=3, normalize=True)
     torch.testing.assert_close(top.helpful_values, relative_influence.mT.topk(3).values)
-    assert "normalized_influence" in repr(found) and "normalized_influence" in top.table
-    assert "normalized_influence" in repr(top) and len(repr(top)) < 300
+    assert "normalized_influence" in repr(actual)
+    assert "normalized_influence" in top.table
+    assert "normalized_influence" in repr(top)
+    assert len(repr(top)) < 300
     assert "normalized" in top.plot().get_xlabel()
 
 
 @pytest.mark.parametrize("normalize", [True, "cosine"])
 def test_an_example_without_a_gradient_has_no_influence(normalize: bool | str) -> None:
-    x, model = normal(6, 4), nn.Linear(4, 3, bias=False).double()
+    x = normal(6, 4)
+    model = nn.Linear(4, 3, bias=False).double()
     x[2] = 0
     task = blr.Task(model, (x, labels(6)))
     q = fit_at_rest(task, prior_precision=1.0)
-    found = blr.influence(task, q, task, normalize=normalize)
-    assert not found[2].any() and not found[:, 2].any() and bool(found[0, :2].all())
+    actual = blr.influence(task, q, task, normalize=normalize)
+    assert not actual[2].any()
+    assert not actual[:, 2].any()
+    assert bool(actual[0, :2].all())
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "categorical"])
 def test_it_is_retraining_to_first_order_in_the_leverage(kind: str) -> None:
     """With every example there r times, the gap to exact retraining falls as 1/r."""
     classes = 1 if kind == "gaussian" else 3
-    x, x_test = normal(12, 2), normal(5, 2, seed=1)
+    x = normal(12, 2)
+    x_test = normal(5, 2, seed=1)
     y = normal(12, 1, seed=2) if kind == "gaussian" else labels(12)
     y_test = normal(5, 1, seed=3) if kind == "gaussian" else labels(5, seed=1)
 
@@ -166,33 +173,34 @@ def test_it_is_retraining_to_first_order_in_the_leverage(kind: str) -> None:
 
     gaps = []
     for copies in (8, 32):
-        many, targets = x.repeat(copies, 1), y.repeat(copies, *([1] * (y.ndim - 1)))
+        many = x.repeat(copies, 1)
+        targets = y.repeat(copies, *([1] * (y.ndim - 1)))
         model = trained(kind, many, targets, 0.7, classes)
         task = blr.Task(model, (many, targets), likelihood=kind)
         test = blr.Task(model, (x_test, y_test), likelihood=kind)
         q = fit_at_rest(task, structure="full", prior_precision=0.7)
-        found = blr.influence(task, q, test)[:12]
+        actual = blr.influence(task, q, test)[:12]
         weights = leave_one_out_weights(len(many))[:12]
         each = retrained(kind, many, targets, weights, 0.7, classes)
         truth = torch.stack([loss(linear(theta)) - loss(model) for theta in each])
-        gaps.append(relative(found, truth))
+        gaps.append(relative(actual, truth))
     assert gaps[1] < 0.1
     assert gaps[1] < gaps[0] / 3
 
 
 def test_groups_are_sums(world: World, posterior: blr.Posterior) -> None:
-    found = blr.influence(world.task, posterior, world.test)
-    by_target = found.group()
+    actual = blr.influence(world.task, posterior, world.test)
+    by_target = actual.group()
     assert by_target.groups == (0, 1, 2)
     for row, label in enumerate(by_target.groups):
         member = world.y == label
         assert int(by_target.sizes[row]) == int(member.sum())
-        torch.testing.assert_close(by_target.values[row], found[member].sum(0))
-    assert found.group(by="source").groups == ("book", "web")
+        torch.testing.assert_close(by_target.values[row], actual[member].sum(0))
+    assert actual.group(by="source").groups == ("book", "web")
     torch.testing.assert_close(
-        found.group(lambda row: row.source == "web").values, found.group(by="source").values[1:]
+        actual.group(lambda row: row.source == "web").values, actual.group(by="source").values[1:]
     )
-    torch.testing.assert_close(found.group([3, 1]).values[0], found[1] + found[3])
+    torch.testing.assert_close(actual.group([3, 1]).values[0], actual[1] + actual[3])
     table = by_target.table
     assert list(table) == ["group", "n", "influence", "influence_per_example"]
     np.testing.assert_allclose(table.influence * 1.0, by_target.mean.numpy())
@@ -202,32 +210,38 @@ def test_groups_are_sums(world: World, posterior: blr.Posterior) -> None:
 def test_it_is_a_tensor_that_is_copied_saved_and_drawn(
     world: World, posterior: blr.Posterior
 ) -> None:
-    found, x = blr.influence(world.task, posterior, world.test), world.truth(posterior)
-    assert isinstance(found, Tensor) and found.shape == (40, 7) and not found.requires_grad
+    actual = blr.influence(world.task, posterior, world.test)
+    x = world.truth(posterior)
+    assert isinstance(actual, Tensor)
+    assert actual.shape == (40, 7)
+    assert not actual.requires_grad
     v = normal(7)
     for ours, theirs in (
-        (found[3], x[3]),
-        (found @ v, x @ v),
-        (2 * found, 2 * x),
-        (found.T, x.T),
-        (torch.stack([found, found]), torch.stack([x, x])),
-        (found[world.y == 1], x[world.y == 1]),
-        (found.matrix, x),
+        (actual[3], x[3]),
+        (actual @ v, x @ v),
+        (2 * actual, 2 * x),
+        (actual.T, x.T),
+        (torch.stack([actual, actual]), torch.stack([x, x])),
+        (actual[world.y == 1], x[world.y == 1]),
+        (actual.matrix, x),
     ):
         assert type(ours) is Tensor
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
-    assert np.asarray(found).dtype == np.float64
-    assert pd.DataFrame(found).shape == (40, 7)
-    twin = copy.deepcopy(found)
-    assert isinstance(twin, Influence) and twin.data_ptr() != found.data_ptr()
-    assert torch.equal(twin.top(2).helpful, found.top(2).helpful)
+    assert np.asarray(actual).dtype == np.float64
+    assert pd.DataFrame(actual).shape == (40, 7)
+    twin = copy.deepcopy(actual)
+    assert isinstance(twin, Influence)
+    assert twin.data_ptr() != actual.data_ptr()
+    assert torch.equal(twin.top(2).helpful, actual.top(2).helpful)
     file = io.BytesIO()
-    torch.save(found, file)
+    torch.save(actual, file)
     file.seek(0)
-    for plain in (torch.load(file, weights_only=True), copy.copy(found)):
-        assert type(plain) is Tensor and torch.equal(plain, found)
-    best, worst = found[:, 4].topk(3).values, (-found[:, 4]).topk(3).values
-    for result in (found, found.top(3)):
+    for plain in (torch.load(file, weights_only=True), copy.copy(actual)):
+        assert type(plain) is Tensor
+        assert torch.equal(plain, actual)
+    best = actual[:, 4].topk(3).values
+    worst = (-actual[:, 4]).topk(3).values
+    for result in (actual, actual.top(3)):
         ax = result.plot(4, k=3, names=["cat", "dog", "cow"])
         lengths = [bar.get_width() for bar in ax.patches]
         np.testing.assert_allclose(lengths, best.tolist() + (-worst).flip(0).tolist())
@@ -243,7 +257,8 @@ def test_the_top_is_that_of_the_matrix(
     matrix = blr.influence(world.task, posterior, world.test)
     streamed = blr.influence(bounded(world.task, memory_budget), posterior, world.test, k=k)
     for top in (matrix.top(k), streamed):
-        assert top.k == k and torch.equal(top.helpful, order[:, :k])
+        assert top.k == k
+        assert torch.equal(top.helpful, order[:, :k])
         assert torch.equal(top.harmful, order.flip(1)[:, :k])
         for indices, values in (
             (top.helpful, top.helpful_values),
@@ -253,29 +268,31 @@ def test_the_top_is_that_of_the_matrix(
 
 
 def test_the_table_names_the_strongest_pairs(world: World, posterior: blr.Posterior) -> None:
-    found = blr.influence(world.task, posterior, world.test)
-    table = found.table
-    assert len(table) == 7 * 10 and found.table is table
+    actual = blr.influence(world.task, posterior, world.test)
+    table = actual.table
+    assert len(table) == 7 * 10
+    assert actual.table is table
     first = table.iloc[0]
     assert (first.test, first.effect, first["rank"]) == (0, "helpful", 1)
-    assert first.train == int(found[:, 0].argmax())
+    assert first.train == int(actual[:, 0].argmax())
     worst = table[(table.test == 4) & (table.effect == "harmful")].iloc[0]
-    assert worst.train == int(found[:, 4].argmin())
+    assert worst.train == int(actual[:, 4].argmin())
     for _, row in table.iloc[::7].iterrows():
-        assert row.influence == pytest.approx(float(found[row.train, row.test]), rel=1e-12)
+        assert row.influence == pytest.approx(float(actual[row.train, row.test]), rel=1e-12)
         assert row.train_target == int(world.y[row.train])
         assert row.source == world.task.metadata["source"][row.train]
         f = world.test.model(world.test.dataset.tensors[0][row.test])
         assert row.test_prediction == int(f.argmax())
-    assert len(found.top(2).table) == 7 * 4
-    whole = found.top(40).table  # each example once, on the side of its sign
-    assert whole.groupby("test").train.nunique().tolist() == [40] * 7 and len(whole) == 7 * 40
+    assert len(actual.top(2).table) == 7 * 4
+    whole = actual.top(40).table  # each example once, on the side of its sign
+    assert whole.groupby("test").train.nunique().tolist() == [40] * 7
+    assert len(whole) == 7 * 40
     assert ((whole.influence > 0) == (whole.effect == "helpful")).all()
 
 
 def test_another_measure(world: World, posterior: blr.Posterior) -> None:
     """The rise of a probability, against a finite step along Σ∇ℓ_i."""
-    found = blr.influence(
+    actual = blr.influence(
         world.task, posterior, world.test, measure=lambda f, y: f.softmax(-1)[:, 1]
     )
     x = world.test.dataset.tensors[0]
@@ -291,22 +308,23 @@ def test_another_measure(world: World, posterior: blr.Posterior) -> None:
             }
             f = torch.func.functional_call(world.task.model, weights, (x,))
             sides.append(f.softmax(-1)[:, 1].detach())
-        assert relative(found[i], (sides[0] - sides[1]) / (2 * step)) < 1e-7
-    assert "lambda" in found.pairs.measure
+        assert relative(actual[i], (sides[0] - sides[1]) / (2 * step)) < 1e-7
+    assert "lambda" in actual.pairs.measure
 
 
 @pytest.mark.parametrize("structure", ["diag", "kron"])
 def test_sequences(structure: str) -> None:
     """Of a language model: one gradient per sequence, the sum over its tokens."""
-    model, ids = tiny_lm(), sequences(8)
+    model = tiny_lm()
+    ids = sequences(8)
     task = task_of(model, ids, with_prompts(ids))
     rows = [token_gradients(model, x, y)[1] for x, y in zip(ids, with_prompts(ids), strict=True)]
     gradients = torch.stack([row.sum(0) for row in rows])
     q = fit_at_rest(task, structure=structure, prior_precision=0.7, curvature="empirical_fisher")
-    found = blr.influence(task, q, task.subset([5, 2]))
+    actual = blr.influence(task, q, task.subset([5, 2]))
     truth = gradients @ covariance(q) @ gradients[[5, 2]].mT
-    assert relative(found, truth) < EXACT
-    assert list(found.top(1).table.train[:2]) == [
+    assert relative(actual, truth) < EXACT
+    assert list(actual.top(1).table.train[:2]) == [
         int(truth[:, 0].argmax()),
         int(truth[:, 0].argmin()),
     ]
@@ -315,7 +333,8 @@ def test_sequences(structure: str) -> None:
 def test_the_error_of_two_tensors() -> None:
     exact = normal(50, 4)
     same = ProjectionError.between(exact, exact)
-    assert (same.relative_rms, same.pairs) == (0.0, 200) and same.spearman == pytest.approx(1.0)
+    assert (same.relative_rms, same.pairs) == (0.0, 200)
+    assert same.spearman == pytest.approx(1.0)
     assert ProjectionError.between(-2 * exact, exact).relative_rms == pytest.approx(3.0)
     assert ProjectionError.between(-2 * exact, exact).spearman == pytest.approx(-1.0)
     assert math.isinf(ProjectionError.between(exact, 0 * exact).relative_rms)
@@ -324,10 +343,14 @@ def test_the_error_of_two_tensors() -> None:
 @pytest.mark.slow
 def test_the_top_stays_within_the_budget() -> None:
     """The matrix alone would take three times the budget."""
-    n, m, budget = 1000, 800, 7 * 2**20 // 8
+    n = 1000
+    m = 800
+    budget = 7 * 2**20 // 8
     model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 3)).eval()
-    x, y = normal(n, 30).float(), labels(n)
-    task, test = blr.Task(model, (x, y), memory_budget=budget), blr.Task(model, (x[:m], y[:m]))
+    x = normal(n, 30).float()
+    y = labels(n)
+    task = blr.Task(model, (x, y), memory_budget=budget)
+    test = blr.Task(model, (x[:m], y[:m]))
     some = fit_at_rest(task.subset(range(50)), structure="kron", prior_precision=1.0)
     q = blr.Posterior(some.mean, some.form, prior_precision=1.0, n_data=n)
     blr.influence(task, q, test.subset([0]))
@@ -344,7 +367,8 @@ def test_the_top_stays_within_the_budget() -> None:
 def test_what_no_memory_holds_is_named_before_it_is_allocated() -> None:
     """A million squared, of a data set whose rows are one and the same."""
     n = 10**6
-    x, y = torch.zeros(1, 4, dtype=torch.float64), torch.zeros(1, dtype=torch.long)
+    x = torch.zeros(1, 4, dtype=torch.float64)
+    y = torch.zeros(1, dtype=torch.long)
     task = blr.Task(mlp(), (x.expand(n, 4), y.expand(n)), likelihood="categorical")
     one = {name: torch.ones_like(p) for name, p in task.parameters().items()}
     q = blr.Posterior(task.parameters(), one, prior_precision=1.0, n_data=n)

@@ -46,7 +46,8 @@ def ridge_task(
         fit = torch.linalg.solve(z.T @ z + scale * torch.eye(z.shape[1]).double(), z.T)
     else:  # the same matrix, (ZᵀZ + c)⁻¹ Zᵀ = Zᵀ (ZZᵀ + c)⁻¹
         fit = torch.linalg.solve(z @ z.T + scale * torch.eye(len(z)).double(), z).T
-    theta, hat = fit @ y, (z * fit.T).sum(1)
+    theta = fit @ y
+    hat = (z * fit.T).sum(1)
     task = blr.Task(linear(theta.T), (x, y), likelihood=blr.Gaussian(variance=noise))
     return task, hat, y - z @ theta
 
@@ -89,9 +90,11 @@ def test_cooks_distance() -> None:
     and the cavity's deviation |r_i| h_i / (1 − h_i).
     """
     x, y = regression()
-    n, p = len(x), 5
+    n = len(x)
+    p = 5
     task, hat, residual = ridge_task(x, y, 0.0)
-    z, s2 = with_ones(x), float(residual.square().sum()) / (n - p)
+    z = with_ones(x)
+    s2 = float(residual.square().sum()) / (n - p)
     theta = retrained("gaussian", x, y, leave_one_out_weights(n), 0.0)[:, 0]
     full = torch.linalg.solve(z.T @ z, z.T @ y[:, 0])
     cook = (z @ (theta - full).T).square().sum(0) / (p * s2)  # by its definition, retraining each
@@ -251,7 +254,8 @@ def test_a_move_grows_continuously_through_the_bound() -> None:
     with torch.no_grad():
         model.weight.fill_(2.0)
     task = blr.Task(model, (x, torch.zeros(1, 1, dtype=torch.float64)), likelihood="gaussian")
-    moves, sizes = [], (0.5, 0.899999, 0.900001, 0.95, 0.999, 1.0, 1.001, 2.0, 50.0, 1e6)
+    moves = []
+    sizes = (0.5, 0.899999, 0.900001, 0.95, 0.999, 1.0, 1.001, 2.0, 50.0, 1e6)
     for h in sizes:
         precision = {"weight": torch.full((1, 1), 1 / h, dtype=torch.float64)}
         q = blr.Posterior(task.parameters(), precision, prior_precision=0.0, n_data=1)
@@ -269,10 +273,12 @@ def test_a_move_grows_continuously_through_the_bound() -> None:
 @pytest.mark.parametrize("correction", ["first_order", "cavity"])
 def test_hundreds_of_classes(structure: str, correction: str) -> None:
     """Leverages by products with V and Λ, and V of the last layer by its shared unit columns."""
-    n, c = 5, 120
+    n = 5
+    c = 120
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, c)).double()
-    x, y = torch.randn(n, 3, dtype=torch.float64), torch.arange(n) * 7
+    x = torch.randn(n, 3, dtype=torch.float64)
+    y = torch.arange(n) * 7
     with torch.no_grad():
         model[2].weight *= 3
     task = blr.Task(model, (x, y))
@@ -287,7 +293,8 @@ def test_hundreds_of_classes(structure: str, correction: str) -> None:
         v = sum(jacobian[m].flatten(1) @ solved[m].flatten(1).T for m in q.mean)
         f = model(x[i]).detach()
         p = f.softmax(-1)
-        hessian, error = p.diag() - p.outer(p), p - nn.functional.one_hot(y[i], c)
+        hessian = p.diag() - p.outer(p)
+        error = p - nn.functional.one_hot(y[i], c)
         largest = torch.linalg.eigvals(v @ hessian).real.max()
         assert float(loo.leverage[i]) == pytest.approx(float(largest), rel=1e-3)
         if loo.correction[i] == correction:
@@ -309,7 +316,8 @@ def test_examples_that_do_not_count() -> None:
     some = blr.Task(model, (x, torch.where(kept, y, -100)), likelihood=torch.nn.CrossEntropyLoss())
     alone = blr.Task(model, (x[kept], y[kept]))
     q, p = (fit_at_rest(task, structure="full", prior_precision=1.0) for task in (some, alone))
-    ours, theirs = blr.leave_one_out(some, q), blr.leave_one_out(alone, p)
+    ours = blr.leave_one_out(some, q)
+    theirs = blr.leave_one_out(alone, p)
     assert ours.nll == pytest.approx(theirs.nll)
     assert ours.accuracy == theirs.accuracy
     rows = int(kept.nonzero()[0]), 0
@@ -319,7 +327,8 @@ def test_examples_that_do_not_count() -> None:
     assert (one.before.nll, one.nll) == pytest.approx((two.before.nll, two.nll))
     for mine, other in ((ours, theirs), (one.after, two.after)):
         assert (mine.nll, mine.accuracy) == pytest.approx((other.nll, other.accuracy))
-    wrong, right = blr.suspicious(some, q), blr.suspicious(alone, p)
+    wrong = blr.suspicious(some, q)
+    right = blr.suspicious(alone, p)
     assert wrong.proposed is not None
     assert torch.equal(wrong.proposed[kept], right.proposed)
     assert (wrong.proposed[~kept] == -100).all()
@@ -404,7 +413,11 @@ def test_moves_that_are_too_long_are_no_estimate(likelihood: str) -> None:
         )
         for s in (loose, tight)
     )
-    assert (wild.leverage >= 1).all() and wild.is_below_chance
-    assert "no estimate" in repr(wild) and "below chance" in wild.note
-    assert "accuracy" not in repr(wild) and "nll" not in repr(wild)
-    assert not tame.is_below_chance and "no estimate" not in repr(tame)
+    assert (wild.leverage >= 1).all()
+    assert wild.is_below_chance
+    assert "no estimate" in repr(wild)
+    assert "below chance" in wild.note
+    assert "accuracy" not in repr(wild)
+    assert "nll" not in repr(wild)
+    assert not tame.is_below_chance
+    assert "no estimate" not in repr(tame)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 import blr_analysis as blr
 from blr_analysis.errors import DataError, InputError, ModelError, PosteriorError
 
-N, C = 30, 3
+N = 30
+C = 3
 NAN = float("nan")
 MEASURES = ("deviation", "self_influence", "leverage", "loss", "left_out_loss")
 
@@ -84,12 +85,13 @@ def test_a_row_is_what_the_analyses_find(structure: str, correction: str) -> Non
     assert row["test_nll"] == pytest.approx(float(F.cross_entropy(f, test.dataset.tensors[1])))
     hits = (f.argmax(1) == test.dataset.tensors[1]).double().mean()
     assert row["test_accuracy"] == pytest.approx(float(hits))
-    found = loo.deviation, scores.self_influence, loo.leverage, scores.losses, loo.losses
-    for name, expected in zip(MEASURES, found, strict=True):
+    actual = loo.deviation, scores.self_influence, loo.leverage, scores.losses, loo.losses
+    for name, expected in zip(MEASURES, actual, strict=True):
         torch.testing.assert_close(
             monitor.history(name), expected.float()[None], rtol=1e-5, atol=1e-7
         )
-    assert (q.note in repr(monitor)) and (bool(q.note) == off)
+    assert q.note in repr(monitor)
+    assert bool(q.note) == off
 
 
 def test_many_outputs_are_watched_to_first_order() -> None:
@@ -99,7 +101,8 @@ def test_many_outputs_are_watched_to_first_order() -> None:
     task = blr.Task(nn.Linear(3, 300).double(), (x, y))
     q = fitted(task, delta=5.0)
     monitor = blr.Monitor(task)
-    row, scores = monitor(q, 1), blr.sensitivity(task, q)
+    row = monitor(q, 1)
+    scores = blr.sensitivity(task, q)
     assert scores.variance is None
     expected = float((scores.losses + scores.self_influence).mean())
     assert row["loo_nll"] == pytest.approx(expected, rel=1e-12)
@@ -111,17 +114,20 @@ def test_watched_examples_are_those_asked_for() -> None:
     task = one_task()
     q = fitted(task, "full")
     monitor = blr.Monitor(task, examples=[7, 2, 11])
-    row, loo = monitor(q, 1), blr.leave_one_out(task, q)
+    row = monitor(q, 1)
+    loo = blr.leave_one_out(task, q)
     assert monitor.indices.tolist() == [2, 7, 11]
     assert row["loo_nll"] == pytest.approx(float(loo.losses[[2, 7, 11]].mean()), rel=1e-12)
 
 
 def test_a_number_of_examples_is_drawn_once_by_its_seed() -> None:
-    task, state = one_task(), torch.get_rng_state()
+    task = one_task()
+    state = torch.get_rng_state()
     first, second, other = (blr.Monitor(task, examples=8, seed=s).indices for s in (0, 0, 1))
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
-    assert len(first) == 8 and first.tolist() == sorted(set(first.tolist()))
+    assert len(first) == 8
+    assert first.tolist() == sorted(set(first.tolist()))
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -133,8 +139,10 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
-        self.drop, self.last = nn.Dropout(0.3), nn.Linear(6, C)
+        self.first = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.drop = nn.Dropout(0.3)
+        self.last = nn.Linear(6, C)
         self.last.eval()  # a mode of its own
 
     def forward(self, x: Tensor) -> Tensor:
@@ -160,11 +168,14 @@ def trained(watch: bool) -> tuple[nn.Module, dict]:
 
 
 def test_a_watched_run_takes_the_same_steps() -> None:
-    (plain, before), (seen, after) = trained(False), trained(True)
+    plain, before = trained(False)
+    seen, after = trained(True)
     for (name, a), b in zip(plain.state_dict().items(), seen.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
     assert [m.training for m in seen.modules()] == [m.training for m in plain.modules()]
-    assert seen.training and seen.norm.training and not seen.last.training
+    assert seen.training
+    assert seen.norm.training
+    assert not seen.last.training
     for a, b in zip(plain.parameters(), seen.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
     assert str(before) == str(after)
@@ -172,7 +183,8 @@ def test_a_watched_run_takes_the_same_steps() -> None:
 
 def test_only_due_epochs_are_recorded_and_paid_for() -> None:
     task = task_of()
-    q, made = fitted(task), []
+    q = fitted(task)
+    made = []
 
     def make() -> blr.Posterior:
         made.append(task.model.training)
@@ -183,9 +195,11 @@ def test_only_due_epochs_are_recorded_and_paid_for() -> None:
     rows = [monitor(make, epoch) for epoch in range(8)]
     assert [row is not None for row in rows] == [epoch % 3 == 0 for epoch in range(8)]
     assert made == [False] * 3  # in eval mode, so that a Laplace fit can follow training
-    assert monitor.epochs == [0, 3, 6] and len(monitor) == 3
+    assert monitor.epochs == [0, 3, 6]
+    assert len(monitor) == 3
     assert [monitor.due(epoch) for epoch in (8, 9)] == [False, True]
-    assert monitor.rows[1] == rows[3] and monitor.rows[1] is not rows[3]
+    assert monitor.rows[1] == rows[3]
+    assert monitor.rows[1] is not rows[3]
     assert monitor.seconds == sum(monitor.table.seconds) > 0
 
 
@@ -204,7 +218,9 @@ def test_the_best_epoch_has_the_smallest_estimate() -> None:
 @cache
 def bad_calls() -> dict:
     task = task_of()
-    q, nan, far = fitted(task), fitted(task), fitted(task)
+    q = fitted(task)
+    nan = fitted(task)
+    far = fitted(task)
     nan.mean["0.weight"].fill_(NAN)
     far.form = far.form.with_values({n: v * NAN for n, v in far.form.values.items()})
     wide = blr.Task(mlp(hidden=6, outputs=C), data())
@@ -224,7 +240,8 @@ def test_what_was_recorded_survives_a_bad_call(case: str) -> None:
     source, epoch, kind, words = bad_calls()[case]
     task = one_task()
     monitor = watched(task, epochs=2)
-    rows, seen = str(monitor.rows), monitor.deviations
+    rows = str(monitor.rows)
+    seen = monitor.deviations
     with untouched(task.model), pytest.raises(kind, match=words):
         monitor(source, epoch)
     assert str(monitor.rows) == rows
@@ -240,15 +257,21 @@ REFUSED: list[tuple[Any, type, str]] = [
     (lambda t: blr.Monitor(t, keep=("shoes",)), InputError, "keep must be one of"),
     (lambda t: blr.Monitor(t, correction="both"), InputError, "correction"),
     (lambda t: blr.Monitor(t, test=data()), InputError, "test must be"),
-    (lambda t: blr.Monitor(t, test=blr.Task(t.model, (data()[0], data()[1] + 1))), DataError,
-     r"test task.*0 … 2.*found 3"),
-    (lambda t: blr.Monitor(t, test=blr.Task(mlp(outputs=5), data())), PosteriorError,
-     "another model"),
+    (
+        lambda t: blr.Monitor(t, test=blr.Task(t.model, (data()[0], data()[1] + 1))),
+        DataError,
+        r"test task.*0 … 2.*found 3",
+    ),
+    (
+        lambda t: blr.Monitor(t, test=blr.Task(mlp(outputs=5), data())),
+        PosteriorError,
+        "another model",
+    ),
     (lambda t: blr.Monitor(t).plot(), InputError, "nothing yet"),
     (lambda t: watched(t).plot(kind="pie"), InputError, "kind"),
     (lambda t: watched(t).plot(measure="shoes"), InputError, "measure"),
     (lambda t: watched(t, keep=("leverage",)).deviations, InputError, "measure must be one of"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
@@ -284,8 +307,9 @@ def test_of_a_fit_the_run_so_far_gives_scale_and_errors(source: str) -> None:
         f = model(x).detach()
         errors.append(f.softmax(1) - F.one_hot(y, C))
         loss = float(F.cross_entropy(f, y, reduction="sum"))
-        moved = sum(float((p - w).square().sum()) for p, w in zip(model.parameters(), first,
-                                                                  strict=True))  # fmt: skip
+        moved = sum(
+            float((p - w).square().sum()) for p, w in zip(model.parameters(), first, strict=True)
+        )
         q = blr.fit_laplace(task, prior_precision=(loss_before - loss) / moved)
         v = blr.sensitivity(task, q).variance / q.temperature
         left_out = f + (v @ torch.stack(errors).mean(0).unsqueeze(-1)).squeeze(-1)
@@ -313,9 +337,9 @@ def test_the_best_epoch_is_found_under_wrong_labels() -> None:
     """As the benchmark prints it, of a seed that had no part in choosing the formula."""
     from benchmarks.overfitting import best, correlation, watched
 
-    found = watched("SGD", 7, 20)
-    assert correlation(found["left out"], found["test"]) > 0.9
-    assert abs(best(found["left out"]) - best(found["test"])) <= 2
+    actual = watched("SGD", 7, 20)
+    assert correlation(actual["left out"], actual["test"]) > 0.9
+    assert abs(best(actual["left out"]) - best(actual["test"])) <= 2
 
 
 # Its state, tables and pictures.
@@ -352,7 +376,8 @@ def test_a_foreign_state_is_refused_and_nothing_is_lost() -> None:
     ):
         with pytest.raises(InputError, match=words):
             monitor.load_state_dict(bad)
-        assert monitor.epochs == [1, 2, 3] and monitor.deviations.shape == (3, 7)
+        assert monitor.epochs == [1, 2, 3]
+        assert monitor.deviations.shape == (3, 7)
 
 
 def test_the_pictures_show_the_rows() -> None:

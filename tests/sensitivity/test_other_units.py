@@ -38,7 +38,8 @@ def fitted(x: Tensor, y: Tensor, outputs: int) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def digits() -> blr.Task:
-    x, y = standardised(PIXELS[:200]), DIGITS[:200]
+    x = standardised(PIXELS[:200])
+    y = DIGITS[:200]
     return blr.Task(fitted(x, y, 10), (x, y))
 
 
@@ -76,9 +77,9 @@ def test_one_line_in_predictions(digits: blr.Task, source: str, tmp_path: Path) 
         blr.sensitivity(digits, q)
     for way, made in (ANOTHER | ALIKE).items():
         test = blr.Task(digits.model, made(PIXELS[200:300], DIGITS[200:300]))
-        found = q.predict(test, draws=2)
+        actual = q.predict(test, draws=2)
         is_in_other_units = way in ANOTHER and way != "labels from 1"  # inputs alone are compared
-        assert ("other units" in found.note, "other units" in repr(found)) == (
+        assert ("other units" in actual.note, "other units" in repr(actual)) == (
             is_in_other_units,
             is_in_other_units,
         ), way
@@ -111,5 +112,5 @@ def test_a_regression_in_other_units() -> None:
 def test_the_line_stands_on_the_page(digits: blr.Task) -> None:
     q = blr.fit_laplace(digits, structure="diag", prior_precision=1.0)
     test = blr.Task(digits.model, (PIXELS[200:240].float(), DIGITS[200:240]))
-    found = investigate(digits, q, test=test, by=None)
-    assert "other units" in " ".join(sections(found)["trust"].notes)
+    actual = investigate(digits, q, test=test, by=None)
+    assert "other units" in " ".join(sections(actual)["trust"].notes)

@@ -33,7 +33,8 @@ def select(task: blr.Task, grid=GRID, **options) -> PriorSelection:
 
 def diabetes() -> tuple[Tensor, Tensor]:
     x, y = load_diabetes(return_X_y=True)
-    x, y = torch.tensor(x), torch.tensor(y)
+    x = torch.tensor(x)
+    y = torch.tensor(y)
     return (x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std()
 
 
@@ -75,7 +76,8 @@ def test_ridge_regression_is_press_and_chooses_what_ridge_cv_chooses() -> None:
         nll = 0.5 * mse + 0.5 * math.log(2 * math.pi)
         assert row["loo_nll"] == pytest.approx(nll, rel=1e-9)
         assert row["max_leverage"] == pytest.approx(hat, rel=1e-8)
-        assert row["converged"] and row["residual"] <= 1e-8
+        assert row["converged"]
+        assert row["residual"] <= 1e-8
         assert math.isnan(row["loo_accuracy"])
     theirs = RidgeCV(alphas=GRID, fit_intercept=False).fit(x.numpy(), y.numpy())
     assert found.best == float(found) == theirs.alpha_
@@ -88,7 +90,8 @@ def test_ridge_regression_is_press_and_chooses_what_ridge_cv_chooses() -> None:
 @pytest.mark.parametrize("kind", ["bernoulli", "categorical", "poisson"])
 def test_the_curve_of_a_generalised_linear_model_is_that_of_exact_retraining(kind: str) -> None:
     x, y = load_iris(return_X_y=True)
-    x, y = torch.tensor(x)[30:130:2], torch.tensor(y)[30:130:2]
+    x = torch.tensor(x)[30:130:2]
+    y = torch.tensor(y)[30:130:2]
     x = (x - x.mean(0)) / x.std(0)
     outputs = 3 if kind == "categorical" else 1
     if kind == "bernoulli":
@@ -174,7 +177,8 @@ def test_a_fit_that_does_not_converge_is_said() -> None:
 
 def test_one_s_own_training_gets_a_copy_of_the_model_each_time() -> None:
     x, y = diabetes()
-    task, seen = ridge(x, y), []
+    task = ridge(x, y)
+    seen = []
 
     def fit(given: blr.Task, delta: float) -> blr.Posterior:
         assert given.model is not task.model
@@ -198,10 +202,12 @@ def test_one_s_own_training_gets_a_copy_of_the_model_each_time() -> None:
 def test_a_best_at_the_edge_is_said() -> None:
     task = ridge(*diabetes())
     inside = select(task)
-    assert not inside.at_edge and "edge" not in repr(inside)
+    assert not inside.at_edge
+    assert "edge" not in repr(inside)
     for grid in (GRID[: GRID.index(inside.best) + 1], GRID[GRID.index(inside.best) :]):
         found = select(task, grid)
-        assert found.best == inside.best and found.at_edge
+        assert found.best == inside.best
+        assert found.at_edge
         assert "at the edge of the grid" in repr(found)
         assert "edge" in found.plot().get_title()
 
@@ -225,5 +231,6 @@ def test_the_test_loss_stands_beside_the_estimate() -> None:
     assert curves["test data"] == table.test_nll.tolist()
     assert curves[f"chosen: {found.best:g}"] == [table.loo_nll.min()]
     given = Figure().subplots()
-    assert found.plot(given) is given and given.get_xscale() == "log"
+    assert found.plot(given) is given
+    assert given.get_xscale() == "log"
     assert "test data" not in [line.get_label() for line in select(task).plot().lines]

@@ -22,7 +22,9 @@ from blr_analysis.sensitivity.solvers import WIDENED
 from blr_analysis.sensitivity.training import trained, whole_data
 from blr_analysis.snapshots import read, state_of, thinned
 
-N, EPOCHS, BATCH = 120, 16, 20
+N = 120
+EPOCHS = 16
+BATCH = 20
 TAU = 0.3
 
 
@@ -40,7 +42,8 @@ def digits(start: int = 0, count: int = N) -> tuple[Tensor, Tensor]:
 
 def run(seed: int = 0, **how: Any) -> tuple[nn.Sequential, blr.Checkpoints]:
     """A training in a loop of one's own, stopped off the minimum."""
-    model, (x, y) = network(seed), digits()
+    model = network(seed)
+    x, y = digits()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     steps = EPOCHS * N // BATCH
     checkpoints = blr.Checkpoints(model, steps=steps, **how)
@@ -60,9 +63,12 @@ RECIPE: dict[str, Any] = {"lr": 1e-2, "epochs": EPOCHS, "batch_size": BATCH}
 def fit() -> tuple[blr.Task, blr.Posterior]:
     model, checkpoints = run()
     task = blr.Task(
-        model, digits(), checkpoints=checkpoints, recipe=blr.Recipe("adamw", **RECIPE),
+        model,
+        digits(),
+        checkpoints=checkpoints,
+        recipe=blr.Recipe("adamw", **RECIPE),
         progress=False,
-    )  # fmt: skip
+    )
     return task, blr.fit_laplace(task)
 
 
@@ -109,9 +115,9 @@ def test_checkpoints_from_dicts_files_and_a_trainers_folder(tmp_path: Path) -> N
     files = [tmp_path / f"checkpoint-{2**k}" / "model.safetensors" for k in range(3)]
     last = state_of(model)
     for given in ([*states, last], files, tmp_path):
-        found = list(blr.Task(model, digits(), checkpoints=given).checkpoints)
-        assert len(found) == 3
-        assert all(torch.equal(a[n], b[n]) for a, b in zip(found, states, strict=True) for n in b)
+        actual = list(blr.Task(model, digits(), checkpoints=given).checkpoints)
+        assert len(actual) == 3
+        assert all(torch.equal(a[n], b[n]) for a, b in zip(actual, states, strict=True) for n in b)
 
 
 @pytest.mark.parametrize(
@@ -161,9 +167,12 @@ def test_a_recipe_trains_as_torch_does() -> None:
     initial = copy.deepcopy(network(3).state_dict())
     recipe = blr.Recipe("sgd", momentum=0.9, schedule="cosine", initial=initial, **RECIPE)
     state = trained(task, whole_data(task), recipe, seed=4)
-    model, (x, y) = network(3), digits()
+    model = network(3)
+    x, y = digits()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    order, k, steps = torch.Generator().manual_seed(8), 0, EPOCHS * N // BATCH
+    order = torch.Generator().manual_seed(8)
+    k = 0
+    steps = EPOCHS * N // BATCH
     for _ in range(EPOCHS):
         rank = torch.randperm(N, generator=order).argsort()
         for part in range(N // BATCH):
@@ -209,9 +218,11 @@ def test_buffers_and_earlier_ones_are_saved(fit: Any, tmp_path: Path) -> None:
     back = blr.Posterior.load(tmp_path / "q.safetensors")
     assert len(back.earlier) == 3
     for one, other in zip(q.run, back.run, strict=True):
-        assert one.buffers.keys() == other.buffers.keys() == {
-            "1.running_mean", "1.running_var", "1.num_batches_tracked"
-        }  # fmt: skip
+        assert (
+            one.buffers.keys()
+            == other.buffers.keys()
+            == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+        )
         assert all(torch.equal(b, other.buffers[n]) for n, b in one.buffers.items())
         assert all(torch.equal(m, other.mean[n]) for n, m in one.mean.items())
         assert torch.equal(one.precision("0.weight"), other.precision("0.weight"))
@@ -228,17 +239,19 @@ def with_temperature(q: blr.Posterior) -> blr.Posterior:
 def test_influence_is_the_mean_over_the_run(fit: Any) -> None:
     """τ · mean_t ∇ℓ_jᵀ Σ ∇ℓ_i, each at its own weights and buffers, by autograd."""
     task, q = fit
-    q, (x, y), (a, b) = with_temperature(q), digits(), digits(300, 7)
+    q = with_temperature(q)
+    x, y = digits()
+    a, b = digits(300, 7)
     total = torch.zeros(N, 7, dtype=torch.float64)
     for p in q.run:
         model = at(task, p)
         g, h = (_loss_gradients(model, p, *pair) for pair in ((x, y), (a, b)))
         solved = p.form.solve(h)
         total += sum(g[n].flatten(1) @ solved[n].flatten(1).T for n in g)
-    found = blr.influence(task, q, blr.Task(task.model, (a, b)))
-    torch.testing.assert_close(torch.as_tensor(found), TAU * total / 4, rtol=1e-7, atol=1e-10)
+    actual = blr.influence(task, q, blr.Task(task.model, (a, b)))
+    torch.testing.assert_close(torch.as_tensor(actual), TAU * total / 4, rtol=1e-7, atol=1e-10)
     top = blr.influence(task, q, blr.Task(task.model, (a, b)), k=3)
-    assert top.helpful.tolist() == found.top(3).helpful.tolist()
+    assert top.helpful.tolist() == actual.top(3).helpful.tolist()
 
 
 def _loss_gradients(model: nn.Module, q: blr.Posterior, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -256,7 +269,8 @@ def _loss_gradients(model: nn.Module, q: blr.Posterior, x: Tensor, y: Tensor) ->
 def test_leave_one_out_averages_the_errors(fit: Any, alone: bool) -> None:
     """f + τ V ē; of the end alone the errors are at .7 of the logits."""
     task, q = fit
-    q, (x, y) = with_temperature(q), digits()
+    q = with_temperature(q)
+    x, y = digits()
     if alone:
         q = blr.Posterior(
             q.mean, q.form, prior_precision=q.prior, n_data=N, record=q.record, buffers=q.buffers
@@ -274,7 +288,8 @@ def test_leave_one_out_averages_the_errors(fit: Any, alone: bool) -> None:
         for n in each
     )
     after = f + TAU * torch.einsum("ncd,nd->nc", v, error)
-    loo, scores = blr.leave_one_out(task, q), blr.sensitivity(task, q)
+    loo = blr.leave_one_out(task, q)
+    scores = blr.sensitivity(task, q)
     torch.testing.assert_close(loo.logits, after, rtol=1e-7, atol=1e-9)
     torch.testing.assert_close(scores.error, error, rtol=1e-7, atol=1e-9)
     torch.testing.assert_close(scores.variance, TAU * v, rtol=1e-6, atol=1e-9)
@@ -295,7 +310,8 @@ def test_the_temperature_makes_the_tenth_as_a_retraining_has_it(fit: Any) -> Non
     truth = cross_entropy(model.eval()(x[tenth]), y[tenth], reduction="none").detach()
     loo = blr.leave_one_out(task, better)
     assert float(loo.losses[tenth].mean()) == pytest.approx(float(truth.mean()), rel=1e-6)
-    f, move = at(task, q)(x).detach(), None
+    f = at(task, q)(x).detach()
+    move = None
     move = (loo.logits - f) / better.temperature
 
     def gap(log: float) -> Tensor:
@@ -306,8 +322,8 @@ def test_the_temperature_makes_the_tenth_as_a_retraining_has_it(fit: Any) -> Non
     slope = float((gap(log + 1e-5) - gap(log - 1e-5)).mean()) / 2e-5
     before = cross_entropy(f, y, reduction="none")[tenth]
     spread = math.hypot(float(gap(log).std()), float((truth - before).std()))
-    wanted = spread / math.sqrt(12) / slope
-    assert better.temperature_error == pytest.approx(wanted, rel=1e-2)
+    expected = spread / math.sqrt(12) / slope
+    assert better.temperature_error == pytest.approx(expected, rel=1e-2)
     assert "guess" in q.note
     assert "guess" not in better.note
 
@@ -326,8 +342,10 @@ def test_a_replay_is_the_difference_of_two_trainings(fit: Any) -> None:
     test = blr.Task(task.model, digits(300, 60))
     result = blr.what_if(task, q, remove=y == 3, evaluate=test, passes=2, seeds=2)
     assert result.solver == "replay"
-    rest, short = (y != 3).nonzero().flatten(), task.recipe.shortened(2)
-    changes, first = [], 0.0
+    rest = (y != 3).nonzero().flatten()
+    short = task.recipe.shortened(2)
+    changes = []
+    first = 0.0
     for seed in range(2):
         losses = []
         for parts in ([(task, rest, rest)], whole_data(task)):
@@ -337,8 +355,8 @@ def test_a_replay_is_the_difference_of_two_trainings(fit: Any) -> None:
             losses.append(float(cross_entropy(model.eval()(a), b)))
         changes.append(losses[0] - losses[1])
         first = first or losses[0]
-    wanted = result.before.nll + sum(changes) / 2
-    assert result.nll == pytest.approx(wanted, rel=1e-9)
+    expected = result.before.nll + sum(changes) / 2
+    assert result.nll == pytest.approx(expected, rel=1e-9)
     assert result.applied_nll == pytest.approx(first, rel=1e-9)
     applied = result.apply(copy.deepcopy(task.model)).eval()
     a, b = digits(300, 60)
@@ -357,8 +375,8 @@ def test_a_minibatch_is_one_forward_pass_whatever_was_relabelled(fit: Any) -> No
     other = blr.Task(task.model, (x, y), recipe=task.recipe)
     truth = trained(other.quiet, whole_data(other), task.recipe.shortened(2), 0)
     asked: dict[str, Any] = {"solver": "replay", "seeds": 1, "passes": 2}
-    found = blr.what_if(task, q, relabel={3: 1, 50: 2}, **asked)
-    for name, tensor in {**found.parameters, **found.buffers}.items():
+    actual = blr.what_if(task, q, relabel={3: 1, 50: 2}, **asked)
+    for name, tensor in {**actual.parameters, **actual.buffers}.items():
         torch.testing.assert_close(tensor, truth[name])
 
 
@@ -409,14 +427,16 @@ def test_retraining_by_a_function_of_ones_own(fit: Any) -> None:
 @pytest.mark.parametrize(("epochs", "solver"), [(2, "retrain"), (17, "replay")])
 def test_a_recipe_that_makes_no_more_passes_is_run_as_it_is(epochs: int, solver: str) -> None:
     """Than short trainings with and without the group."""
-    x, y = torch.randn(40, 2), torch.randint(3, (40,))
+    x = torch.randn(40, 2)
+    y = torch.randint(3, (40,))
     recipe = blr.Recipe("sgd", lr=0.1, epochs=epochs, batch_size=20)
     task = blr.Task(torch.nn.Linear(2, 3), (x, y), recipe=recipe, progress=False)
     q = blr.fit_laplace(task, prior_precision=1.0)
     result = blr.what_if(task, q, remove=y == 1, seeds=1)
     assert result.solver == solver
     asked = blr.what_if(task, q, remove=y == 1, seeds=1, solver=solver)
-    assert result.nll == asked.nll and result.passes == asked.passes <= 2 * 8
+    assert result.nll == asked.nll
+    assert result.passes == asked.passes <= 2 * 8
 
 
 def test_without_a_recipe_the_answer_says_that_it_is_rough(fit: Any) -> None:
@@ -456,19 +476,20 @@ def test_reruns_have_weights_buffers_and_runs_of_their_own(fit: Any) -> None:
 
 def test_wrong_labels_are_ranked_by_their_loss_over_the_run(fit: Any) -> None:
     task, q = fit
-    found = blr.suspicious(task, q)
+    actual = blr.suspicious(task, q)
     x, y = digits()
     each = [cross_entropy(at(task, p)(x), y, reduction="none").detach() for p in q.run]
-    torch.testing.assert_close(found.losses, torch.stack(each).mean(0), rtol=1e-9, atol=1e-12)
-    wrong = [i for i in found.order.tolist() if found.kind[i] == "label"]
-    assert wrong == sorted(wrong, key=lambda i: -float(found.losses[i]))
-    assert found.table["index"].tolist() == found.order.tolist()
+    torch.testing.assert_close(actual.losses, torch.stack(each).mean(0), rtol=1e-9, atol=1e-12)
+    wrong = [i for i in actual.order.tolist() if actual.kind[i] == "label"]
+    assert wrong == sorted(wrong, key=lambda i: -float(actual.losses[i]))
+    assert actual.table["index"].tolist() == actual.order.tolist()
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "kron"])
 def test_a_posterior_learned_while_training(kind: str) -> None:
     torch.manual_seed(0)
-    (x, y), model = digits(), nn.Sequential(nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 10)).double()
+    x, y = digits()
+    model = nn.Sequential(nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 10)).double()
     steps = 40
     optimizer = blr.IVON(model.parameters(), lr=0.1, ess=N)
     how: Any = {"optimizer": optimizer} if kind == "optimizer" else {"structure": "kron"}
@@ -497,9 +518,12 @@ def test_a_posterior_learned_while_training(kind: str) -> None:
 def test_a_query_selects_as_in_the_shell(fit: Any) -> None:
     task, q = fit
     named = blr.Task(
-        task.model, digits(), recipe=task.recipe, metadata={"who": ["eve", "bob"] * 60},
+        task.model,
+        digits(),
+        recipe=task.recipe,
+        metadata={"who": ["eve", "bob"] * 60},
         progress=False,
-    )  # fmt: skip
+    )
     result = blr.what_if(named, q, remove="who == 'eve'", passes=1, seeds=1)
     assert result.removed == 60
     with pytest.raises(InputError, match="query"):

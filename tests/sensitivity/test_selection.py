@@ -88,7 +88,8 @@ WAYS = {
 @pytest.mark.parametrize("frame", [SHUFFLED, STRANGE], ids=["shuffled", "strange"])
 @pytest.mark.parametrize("way", WAYS)
 def test_labels_select_the_rows_that_they_name(way: str, frame: pd.DataFrame) -> None:
-    x, y = torch.randn(N, 4), torch.arange(N) % 3
+    x = torch.randn(N, 4)
+    y = torch.arange(N) % 3
     task = WAYS[way](frame, x, y)
     q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
     subject = subject_of(task, q)
@@ -108,8 +109,10 @@ def test_labels_select_the_rows_that_they_name(way: str, frame: pd.DataFrame) ->
 
 @pytest.mark.parametrize("metadata", [None, {"source": list(SHUFFLED.source)}])
 def test_labels_of_which_a_task_knows_none_are_refused(metadata: Any) -> None:
-    x, y = torch.randn(N, 4), torch.arange(N) % 3
-    task, mask = blr.Task(mlp(), (x, y), metadata=metadata), SHUFFLED.source == "b"
+    x = torch.randn(N, 4)
+    y = torch.arange(N) % 3
+    task = blr.Task(mlp(), (x, y), metadata=metadata)
+    mask = SHUFFLED.source == "b"
     q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
     for chosen in (mask, SHUFFLED.index[mask]):
         for ask in (
@@ -126,7 +129,8 @@ def test_labels_of_which_a_task_knows_none_are_refused(metadata: Any) -> None:
 
 @pytest.mark.parametrize("frame", [SHUFFLED, STRANGE], ids=["shuffled", "strange"])
 def test_columns_with_another_index_than_the_data_are_refused(frame: pd.DataFrame) -> None:
-    x, y = torch.randn(N, 4), torch.arange(N) % 3
+    x = torch.randn(N, 4)
+    y = torch.arange(N) % 3
     named = pd.DataFrame(x.numpy(), index=frame.index[::-1])
     listed = [(x[i], y[i]) for i in range(N)]
     for data in ((x, y), (named, y), (x, pd.Series(y.numpy(), index=named.index)), listed):
@@ -145,7 +149,8 @@ def test_columns_with_another_index_than_the_data_are_refused(frame: pd.DataFram
 @pytest.mark.parametrize("frame", [SHUFFLED, STRANGE], ids=["shuffled", "strange"])
 @pytest.mark.parametrize("form", [torch.as_tensor, np.asarray])
 def test_labels_of_y_beside_x_without_labels_are_warned_of(frame: pd.DataFrame, form: Any) -> None:
-    x, y = form(torch.randn(N, 4)), pd.Series(np.arange(N) % 3, index=frame.index)
+    x = form(torch.randn(N, 4))
+    y = pd.Series(np.arange(N) % 3, index=frame.index)
     with pytest.warns(UserWarning, match=r"row labels.*y\.to_numpy") as warned:
         blr.Task(mlp(), (x, y))
     assert [warning.filename for warning in warned] == [__file__]  # the line that makes the task
@@ -237,7 +242,9 @@ def test_groups_are_sorted_and_cover_everything(audit) -> None:
 def test_missing_values_make_one_group_at_the_end(audit) -> None:
     groups = groups_by("score", subject_of(*audit))
     keys = list(groups)
-    assert keys[:2] == [0.5, 1.5] and keys[2] != keys[2] and len(keys) == 3
+    assert keys[:2] == [0.5, 1.5]
+    assert keys[2] != keys[2]
+    assert len(keys) == 3
     assert groups[keys[2]].tolist() == [1, 4]
 
 

@@ -33,7 +33,9 @@ from blr_analysis.posterior.structures import Diagonal
 from blr_analysis.sensitivity import token_sensitivity
 from blr_analysis.task import Task
 
-N, PRIOR, EXACT = 8, 0.7, 1e-10
+N = 8
+PRIOR = 0.7
+EXACT = 1e-10
 MODELS = {
     "plain": dict(),
     "tied": dict(tied=True),
@@ -48,7 +50,8 @@ class World:
     """A task with its posterior, and the truth about it by brute force."""
 
     def __init__(self, model: TinyLM, *, likelihood: str = "causal_lm"):
-        self.model, self.shift = model, likelihood == "causal_lm"
+        self.model = model
+        self.shift = likelihood == "causal_lm"
         self.ids = sequences(N)
         self.labels = with_prompts(self.ids) if self.shift else tags(self.ids)
         self.task = task_of(model, self.ids, self.labels, likelihood=likelihood)
@@ -123,7 +126,8 @@ def test_variances_and_unfamiliarity_are_estimated_without_bias() -> None:
     loo = blr.leave_one_out(world.task, q)
     assert relative(wrong.left_out, loo.losses / loo.tokens) < EXACT
     assert relative(wrong.losses, world.losses / loo.tokens) < EXACT
-    assert "target" not in wrong.table and wrong.targets is None
+    assert "target" not in wrong.table
+    assert wrong.targets is None
 
 
 def test_left_out_tokens_that_lose_more_than_a_guess_are_no_estimate() -> None:
@@ -142,19 +146,22 @@ def test_left_out_tokens_that_lose_more_than_a_guess_are_no_estimate() -> None:
     shares = torch.bincount(tokens).double() / len(tokens)
     wild = blr.leave_one_out(world.task, loose)
     assert wild.chance == pytest.approx(float(-torch.special.xlogy(shares, shares).sum()))
-    assert "no estimate" in repr(wild) and "no estimate" in wild.note
+    assert "no estimate" in repr(wild)
+    assert "no estimate" in wild.note
     tame = blr.leave_one_out(world.task, tight)
     assert tame.is_below_chance == (tame.nll_per_token > tame.chance)
 
 
 def test_copies_of_a_sequence_are_twins() -> None:
     world = world_of("plain")
-    ids, labels = [*world.ids, world.ids[2]], [*world.labels, world.labels[2]]
+    ids = [*world.ids, world.ids[2]]
+    labels = [*world.labels, world.labels[2]]
     again = task_of(world.model, ids, labels)
     q = fit_at_rest(again, structure="kron", curvature="mc_fisher", **FIT)
-    found = blr.suspicious(again, q, samples=8)
-    assert found.twin[2] == N and found.twin[N] == 2
-    assert float(found.closeness[2]) == pytest.approx(1, abs=1e-6)
+    actual = blr.suspicious(again, q, samples=8)
+    assert actual.twin[2] == N
+    assert actual.twin[N] == 2
+    assert float(actual.closeness[2]) == pytest.approx(1, abs=1e-6)
 
 
 def test_monitored_sequences() -> None:
@@ -174,19 +181,19 @@ def test_single_tokens(name: str, structure: str) -> None:
     world = world_of(name)
     q = fit_at_rest(world.task, structure=structure, curvature="empirical_fisher", **FIT)
     sigma = torch.linalg.inv(dense_precision(q))
-    found = token_sensitivity(world.task, q, sequences=[1, 4, 6])
+    actual = token_sensitivity(world.task, q, sequences=[1, 4, 6])
     scores = blr.sensitivity(world.task, q)
     for i in (1, 4, 6):
-        mine = found.sequence == i
+        mine = actual.sequence == i
         change = world.token_gradients[i] @ sigma @ world.gradients[i]
-        assert relative(found.losses[mine], world.token_losses[i]) < EXACT
-        assert relative(found.change[mine], change) < EXACT
-        assert relative(found.change[mine].sum(), scores.self_influence[i]) < EXACT
+        assert relative(actual.losses[mine], world.token_losses[i]) < EXACT
+        assert relative(actual.change[mine], change) < EXACT
+        assert relative(actual.change[mine].sum(), scores.self_influence[i]) < EXACT
         targets = world.labels[i][1:]
         (kept,) = (targets != IGNORED).nonzero(as_tuple=True)
-        assert found.position[mine].tolist() == kept.tolist()
-        assert found.target[mine].tolist() == targets[kept].tolist()
-    assert found.sequence.unique().tolist() == [1, 4, 6]
+        assert actual.position[mine].tolist() == kept.tolist()
+        assert actual.target[mine].tolist() == targets[kept].tolist()
+    assert actual.sequence.unique().tolist() == [1, 4, 6]
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
@@ -196,11 +203,12 @@ def test_padding_changes_nothing(left: bool) -> None:
     truth = blr.sensitivity(world.task, q)
     wider = task_of(world.model, world.ids, world.labels, more=3, left=left)
     for chunk_size, budget in ((None, None), (1, None), (3, None), (None, 1)):
-        wider.chunk_size, wider.memory_budget = chunk_size, budget
-        found = blr.sensitivity(wider, q)
-        assert relative(found.losses, truth.losses) < EXACT
-        assert relative(found.self_influence, truth.self_influence) < EXACT
-        assert found.tokens.tolist() == truth.tokens.tolist()
+        wider.chunk_size = chunk_size
+        wider.memory_budget = budget
+        actual = blr.sensitivity(wider, q)
+        assert relative(actual.losses, truth.losses) < EXACT
+        assert relative(actual.self_influence, truth.self_influence) < EXACT
+        assert actual.tokens.tolist() == truth.tokens.tolist()
     again = fit_at_rest(wider, structure="kron", curvature="empirical_fisher", **FIT)
     assert relative(flatten(again.form.diagonal()), flatten(q.form.diagonal())) < EXACT
     tokens = token_sensitivity(wider, q, sequences=[2])
@@ -253,8 +261,8 @@ def test_what_if_takes_sequences_out() -> None:
     assert result.after.nll_per_token == pytest.approx(per_token, rel=EXACT)
     assert result.after.perplexity == pytest.approx(math.exp(per_token), rel=EXACT)
     of_test = Posterior(q.mean, q.form, prior_precision=PRIOR, n_data=5)
-    wanted = blr.sensitivity(test, of_test).perplexity
-    assert result.before.perplexity == pytest.approx(wanted, rel=EXACT)
+    expected = blr.sensitivity(test, of_test).perplexity
+    assert result.before.perplexity == pytest.approx(expected, rel=EXACT)
     assert set(after) == set(result.parameters)
     hits = [(changed(x.unsqueeze(0)).logits[0, :-1].argmax(-1) == x[1:]).double() for x in held]
     assert result.accuracy == pytest.approx(float(torch.cat(hits).mean()), rel=EXACT)
@@ -276,9 +284,10 @@ def test_tables_and_groups() -> None:
     counts = scores.losses / scores.tokens
     assert relative(torch.tensor(table.loss_per_token.to_numpy()), counts) < EXACT
     loo = blr.leave_one_out(task, q)
-    assert relative(
-        torch.tensor(loo.table.loss.to_numpy()), scores.losses + scores.self_influence
-    ) < EXACT  # fmt: skip
+    assert (
+        relative(torch.tensor(loo.table.loss.to_numpy()), scores.losses + scores.self_influence)
+        < EXACT
+    )
     tokens = token_sensitivity(task, q, sequences=lambda row: row.speaker == "c")
     assert set(tokens.table.speaker) == {"c"}
     assert tokens.table.loss_without.sum() == pytest.approx(float(loo.losses[4:6].sum()), rel=EXACT)
@@ -307,7 +316,8 @@ class Twice(nn.Sequential):
 
 
 def test_what_is_refused_of_sequences() -> None:
-    task, fisher = world_of("plain").task, {"structure": "diag", "curvature": "empirical_fisher"}
+    task = world_of("plain").task
+    fisher = {"structure": "diag", "curvature": "empirical_fisher"}
     q = fit_at_rest(task, **fisher, **FIT)
     with pytest.raises(InputError, match=r"remove= and add="):
         blr.what_if(task, q, relabel={0: 1}, solver="posterior")

@@ -111,7 +111,8 @@ def _influence(fitted: Fitted) -> Any:
 
 def test_groups_of_a_conjugate_model() -> None:
     model, (x, y) = regression()
-    fitted, test = model.fit((x[:15], y[:15])), (x[15:], y[15:])
+    fitted = model.fit((x[:15], y[:15]))
+    test = (x[15:], y[15:])
     result = blr.what_if(fitted, remove=[0, 3], add=(x[15:17], y[15:17]), evaluate=test)
     kept = torch.tensor([i for i in range(17) if i not in (0, 3)])
     again = model.fit((x[kept], y[kept]))
@@ -247,12 +248,14 @@ def test_further_steps_come_nearer_and_say_how_near(name: str) -> None:
         result = blr.what_if(start, **how, passes=10)
         assert abs(result.nll - truth) < 0.5 * abs(before - truth)
         assert abs(result.nll - truth) <= 3 * result.error + 1e-6
-        assert result.passes == 10 and f"{result.nll:.4f}" in repr(result)
+        assert result.passes == 10
+        assert f"{result.nll:.4f}" in repr(result)
     if fit in (skew, logistic, mixture, factors):
         again = fit(rest, fitted.q) if several else fit(rest)
         result = blr.what_if(fitted, remove=gone)
         assert result.nll == pytest.approx(float(-again.log_predictive(data).mean()), abs=5e-5)
-        assert result.error < 1e-5 and not result.note
+        assert result.error < 1e-5
+        assert not result.note
 
 
 @pytest.mark.parametrize("fit", [mixture, by_vmp, logistic, counted], ids=lambda f: f.__name__)
@@ -265,7 +268,8 @@ def test_the_subtraction_ranks_as_fitting_again_does(fit: Any) -> None:
     elif fit is counted:
         data = x, (0.5 * x[:, 0] + 0.3 * normal(60, seed=1)).exp().round()
     fitted = fit(data)
-    loo, scores = blr.leave_one_out(fitted), blr.sensitivity(fitted)
+    loo = blr.leave_one_out(fitted)
+    scores = blr.sensitivity(fitted)
     chosen = scores.top(len(loo))[:: len(loo) // 12]
     exact = []
     for i in chosen.tolist():
@@ -280,14 +284,17 @@ def test_the_subtraction_ranks_as_fitting_again_does(fit: Any) -> None:
 def test_a_step_that_hardly_moves_is_no_rest() -> None:
     """A mixture that goes on as it is for 40 steps without flower 3, and then to another one."""
     iris = load_iris()
-    y, kind = torch.tensor(iris.data)[::5, :2], torch.tensor(iris.target)[::5]
+    y = torch.tensor(iris.data)[::5, :2]
+    kind = torch.tensor(iris.target)[::5]
     start = 0.8 * torch.nn.functional.one_hot(kind, 3).double() + 0.2 / 3
-    model, how = GaussianMixtureEM(3, "diag"), {"tol": 1e-13, "max_iter": 5000, "progress": False}
+    model = GaussianMixtureEM(3, "diag")
+    how = {"tol": 1e-13, "max_iter": 5000, "progress": False}
     fitted = model.fit(y, start=start, **how)
     again = model.fit(y[[i for i in range(30) if i != 3]], start=fitted.q, **how)
     result = blr.what_if(fitted, remove=[3])
     assert result.nll == pytest.approx(float(-again.log_predictive(y).mean()), abs=1e-6)
-    assert result.error < 1e-6 and not result.note
+    assert result.error < 1e-6
+    assert not result.note
     early = blr.what_if(fitted, remove=[3], passes=30)
     assert early.error == float("inf")
     assert "passes=" in repr(early)
@@ -303,11 +310,13 @@ def states() -> tuple[StateSpace, Tensor]:
 def test_states_are_exact_and_rest_at_once() -> None:
     """Observations taken out of a chain or put behind it, against the filter without or with."""
     model, y = states()
-    fitted, less = model.fit(y), y.clone()
+    fitted = model.fit(y)
+    less = y.clone()
     less[1] = torch.nan
     result = blr.what_if(fitted, remove=[1])
-    wanted = model.log_predictive(model.fit(less).q, y)[:5]
-    assert result.nll == pytest.approx(float(-wanted.mean())) and result.error == 0
+    expected = model.log_predictive(model.fit(less).q, y)[:5]
+    assert result.nll == pytest.approx(float(-expected.mean()))
+    assert result.error == 0
     more = torch.tensor([[6.0], [2.0]], dtype=F64)
     added = blr.what_if(fitted, add=more)
     torch.testing.assert_close(added.posterior.mean, model.fit(torch.cat([y, more])).q.mean[:6])
@@ -315,12 +324,15 @@ def test_states_are_exact_and_rest_at_once() -> None:
 
 def test_a_pass_of_online_newton_is_made_again() -> None:
     model = OnlineNewton(prior(FullGaussian), lambda t, e: 0.5 * (e[0] @ t - e[1]).square(), 0.3)
-    x, y = X[:8], Y[:8]
-    fitted, rest = model.fit((x, y)), [0, 1, 4, 5, 6, 7]
+    x = X[:8]
+    y = Y[:8]
+    fitted = model.fit((x, y))
+    rest = [0, 1, 4, 5, 6, 7]
     q = model.fit((x[rest], y[rest])).q
     result = blr.what_if(fitted, remove=[2, 3])
     torch.testing.assert_close(result.losses, 0.5 * (x @ q.mean - y).square())
-    assert result.error == 0 and not torch.allclose(fitted.without([2, 3]).mean, q.mean)
+    assert result.error == 0
+    assert not torch.allclose(fitted.without([2, 3]).mean, q.mean)
 
 
 # Views, and what is refused.
@@ -328,7 +340,8 @@ def test_a_pass_of_online_newton_is_made_again() -> None:
 
 def test_tables_pictures_and_ranks() -> None:
     fitted = outlier()
-    scores, loo = blr.sensitivity(None, fitted), blr.leave_one_out(None, fitted)
+    scores = blr.sensitivity(None, fitted)
+    loo = blr.leave_one_out(None, fitted)
     assert int(scores.deviation.argmax()) == 7
     assert list(scores.table.columns) == ["index", "target", "loss", "deviation"]
     assert list(loo.table.columns) == ["index", "target", "loss", "loss_before", "correction"]
@@ -343,7 +356,8 @@ def test_tables_pictures_and_ranks() -> None:
 
 def test_unobserved_times_have_no_loss_and_are_neither_ranked_nor_drawn() -> None:
     fitted = states()[0].fit(states()[1])
-    scores, loo = blr.sensitivity(None, fitted), blr.leave_one_out(None, fitted)
+    scores = blr.sensitivity(None, fitted)
+    loo = blr.leave_one_out(None, fitted)
     assert loo.losses.isnan().tolist() == [False] * 5 + [True]
     assert loo.nll == pytest.approx(float(loo.losses[:5].mean()))
     assert sorted(scores.top(5).tolist()) == list(range(5))

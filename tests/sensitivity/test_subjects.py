@@ -67,13 +67,15 @@ class SubjectContract:
 
     def test_scores_and_left_out(self, asked: tuple[Any, Any]) -> None:
         losses = self.losses(asked)
-        scores, loo = blr.sensitivity(*asked), blr.leave_one_out(*asked)
+        scores = blr.sensitivity(*asked)
+        loo = blr.leave_one_out(*asked)
         torch.testing.assert_close(scores.losses, losses)
         torch.testing.assert_close(loo.losses_before, losses)
         torch.testing.assert_close(loo.losses - losses, self.rises(asked), rtol=1e-6, atol=1e-9)
         assert loo.nll == pytest.approx(float(loo.losses.mean()))
         assert len(scores.table) == len(loo.table) == N
-        assert scores.plot().lines and loo.plot().lines
+        assert scores.plot().lines
+        assert loo.plot().lines
 
     def test_ranks(self, asked: tuple[Any, Any]) -> None:
         scores = blr.sensitivity(*asked)
@@ -105,7 +107,8 @@ class SubjectContract:
 
     def test_removals_chain(self, asked: tuple[Any, Any]) -> None:
         result = blr.what_if(*asked, remove=[0])
-        assert result.removed == 1 and result.posterior is not None
+        assert result.removed == 1
+        assert result.posterior is not None
         assert result.change == pytest.approx(result.nll - result.before.nll)
 
     def test_a_task_has_one_kind(self, asked: tuple[Any, Any]) -> None:
@@ -216,7 +219,8 @@ class TestNetwork(OfWeights):
         rest = task.subset(list(range(1, N)))
         rest.model.weight.data = once.mean["weight"].clone()
         twice = blr.what_if(rest, once, remove=[0], solver="posterior").posterior
-        x, y = X[2:], self.targets[2:]
+        x = X[2:]
+        y = self.targets[2:]
         gram = x.mT @ x + torch.eye(2, dtype=F64)
         torch.testing.assert_close(twice.mean["weight"][0], torch.linalg.solve(gram, x.mT @ y))
         torch.testing.assert_close(twice.form.matrix, gram)
@@ -324,7 +328,8 @@ class Latent(OfSites):
         weight = torch.exp(-0.5 * grid.square())
         slope = torch.sigmoid(f) - fitted.data[1][:, None]
         expected = (slope * weight).sum(1) / weight.sum()
-        assert scores.error is not None and scores.variance is not None
+        assert scores.error is not None
+        assert scores.variance is not None
         torch.testing.assert_close(scores.error[:, 0], expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(scores.variance[:, 0, 0], 1 / marginals.precision)
 

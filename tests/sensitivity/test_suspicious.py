@@ -35,21 +35,23 @@ def blobs(n: int = 60, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def test_gain_is_the_difference_of_two_losses() -> None:
     g = torch.Generator().manual_seed(0)
-    f, y = torch.randn(7, 4, generator=g), torch.randint(4, (7,), generator=g)
+    f = torch.randn(7, 4, generator=g)
+    y = torch.randint(4, (7,), generator=g)
     categorical = blr.Categorical()
     found = relabelling_gains(categorical, f, y)
     for c in range(4):
         other = torch.full_like(y, c)
-        wanted = categorical.nll(f, y) - categorical.nll(f, other)
+        reference = categorical.nll(f, y) - categorical.nll(f, other)
         here = other != y
-        torch.testing.assert_close(found[here, c], wanted[here])
+        torch.testing.assert_close(found[here, c], reference[here])
         assert (found[~here, c] == -torch.inf).all()
-    bernoulli, t = blr.Bernoulli(), torch.randint(2, (7, 4), generator=g).float()
+    bernoulli = blr.Bernoulli()
+    t = torch.randint(2, (7, 4), generator=g).float()
     for c in range(4):
         flipped = t.clone()
         flipped[:, c] = 1 - t[:, c]
-        wanted = bernoulli.nll(f, t) - bernoulli.nll(f, flipped)
-        torch.testing.assert_close(relabelling_gains(bernoulli, f, t)[:, c], wanted)
+        reference = bernoulli.nll(f, t) - bernoulli.nll(f, flipped)
+        torch.testing.assert_close(relabelling_gains(bernoulli, f, t)[:, c], reference)
 
 
 @pytest.mark.slow
@@ -105,7 +107,8 @@ def test_gaussian_rows_have_no_twins_but_those_planted(
     x = torch.randn(2000, width)
     body = [nn.Linear(width, hidden), nn.ReLU()] if hidden else []
     model = nn.Sequential(*body, nn.Linear(hidden or width, 3))
-    optimizer, y = torch.optim.Adam(model.parameters(), lr=1e-2), torch.randint(3, (2000,))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    y = torch.randint(3, (2000,))
     for rows in torch.randperm(2000).split(100):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
@@ -128,14 +131,16 @@ def test_planted_faults_in_digits() -> None:
     """Wrong labels above the plain loss, noise above the confidence, copies all of them."""
     pixels, targets = load_digits(return_X_y=True)
     g = torch.Generator().manual_seed(0)
-    x, y = torch.tensor(pixels[:900]).float() / 16, torch.tensor(targets[:900])
+    x = torch.tensor(pixels[:900]).float() / 16
+    y = torch.tensor(targets[:900])
     y[:45] = (y[:45] + torch.randint(1, 10, (45,), generator=g)) % 10
     x = torch.cat([x, torch.rand(30, 64, generator=g), x[100:120]])
     y = torch.cat([y, torch.randint(10, (30,), generator=g), y[100:120]])
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    task, qs = blr.Task(model, (x, y)), []
+    task = blr.Task(model, (x, y))
+    qs = []
     for epoch in range(60):
         for batch in torch.randperm(len(x), generator=g).split(50):
             optimizer.zero_grad()
@@ -205,10 +210,12 @@ def test_tables_pictures_and_scores() -> None:
     table = found.table
     assert table["index"].tolist() == found.order.tolist()
     first = table.iloc[0]
-    assert first["index"] in PLANTED and first.kind == "label"
+    assert first["index"] in PLANTED
+    assert first.kind == "label"
     assert first.source == f"s{first['index']}"
     called = table[table.kind == "label"]
-    assert found.precision == pytest.approx(called.wrong.mean()) and (called.wrong > 0.5).all()
+    assert found.precision == pytest.approx(called.wrong.mean())
+    assert (called.wrong > 0.5).all()
     assert set(PLANTED) <= set(called["index"])
     losses = nn.functional.cross_entropy(task.model(x), y, reduction="none").detach()
     assert table.training_loss.to_numpy() == pytest.approx(losses[found.order].numpy())
@@ -264,7 +271,9 @@ def test_a_class_that_no_example_has_is_not_proposed(absent: int) -> None:
 def test_as_many_labels_are_wrong_as_the_chances_say(rate: float) -> None:
     """Labels drawn by the very model of the chances, from predictions that are too sure."""
     g = torch.Generator().manual_seed(1)
-    n, classes, sureness = 20_000, 5, 0.5
+    n = 20_000
+    classes = 5
+    sureness = 0.5
     logits = 8.0 * torch.randn(n, classes, generator=g, dtype=torch.float64)
     truth = torch.multinomial((sureness * logits).softmax(1), 1, generator=g).flatten()
     wrong = torch.rand(n, generator=g) < rate
@@ -275,8 +284,10 @@ def test_as_many_labels_are_wrong_as_the_chances_say(rate: float) -> None:
     assert abs(float(chances.sum()) - int(wrong.sum())) < noise
     called = chances > 0.5
     if rate == 0.2:
-        expected, found = float(chances[called].sum()), int((wrong & called).sum())
-        assert abs(found - expected) < 4 * expected**0.5 and found > 0
+        expected = float(chances[called].sum())
+        found = int((wrong & called).sum())
+        assert abs(found - expected) < 4 * expected**0.5
+        assert found > 0
 
 
 def test_losses_side_by_side_have_no_weights() -> None:
@@ -287,7 +298,8 @@ def test_losses_side_by_side_have_no_weights() -> None:
     for how in ({"weights": weights}, {"likelihood": by_class}):
         task = blr.Task(model, (x, y), **how)
         q = blr.fit_laplace(task, structure="full", prior_precision=DELTA)
-        found, loo = blr.suspicious(task, q, duplicates=False), blr.leave_one_out(task, q)
+        found = blr.suspicious(task, q, duplicates=False)
+        loo = blr.leave_one_out(task, q)
         plain = nn.functional.cross_entropy
         torch.testing.assert_close(found.left_out, plain(loo.logits, y, reduction="none"))
         torch.testing.assert_close(found.training, plain(model(x), y, reduction="none").detach())
@@ -307,7 +319,8 @@ def test_where_no_label_is_called_wrong_a_line_says_why(
 ) -> None:
     """Labels drawn at random are not explained; thirty examples a class are learned by heart."""
     pixels, targets = load_digits(return_X_y=True)
-    x, y = torch.tensor(pixels[:n]).float() / 16, torch.tensor(targets[:n])
+    x = torch.tensor(pixels[:n]).float() / 16
+    y = torch.tensor(targets[:n])
     wrong = torch.arange(0, n, every)
     g = torch.Generator().manual_seed(0)
     y[wrong] = (y[wrong] + torch.randint(1, 10, (len(wrong),), generator=g)) % 10

@@ -19,7 +19,11 @@ import blr_analysis as blr
 from blr_analysis.likelihoods import MeanAndVariance, TokenCategorical
 from blr_analysis.sensitivity.training import trained, whole_data
 
-N, EPOCHS, BATCH, LR = 13, 4, 5, 0.03  # the last minibatch has three examples
+# the last minibatch has three examples
+N = 13
+EPOCHS = 4
+BATCH = 5
+LR = 0.03
 SHORT = 2
 REMOVED = [1, 5, 6]
 Loss = Callable[[Any, Tensor, Tensor], Tensor]  # outputs, targets and rows of a minibatch -> scalar
@@ -117,7 +121,8 @@ class Case:
         return loss(f, self.targets[rows], rows)
 
 
-CE, BCE = nn.CrossEntropyLoss, nn.BCEWithLogitsLoss
+CE = nn.CrossEntropyLoss
+BCE = nn.BCEWithLogitsLoss
 CASES: dict[str, Case] = {
     "categorical": Case("categorical", CLASSES, of(CE())),
     "categorical, ignored": Case(blr.Categorical(ignore_index=-100), IGNORED, of(CE())),
@@ -200,10 +205,12 @@ CASES: dict[str, Case] = {
         "bernoulli", LABELS, of(BCE()), recipe={"reduction": "entries"}
     ),
     "a mean over examples, said": Case(
-        nn.MSELoss(), REAL, lambda f, y, rows: ((f - y) ** 2).sum() / len(f),
+        nn.MSELoss(),
+        REAL,
+        lambda f, y, rows: ((f - y) ** 2).sum() / len(f),
         recipe={"reduction": "mean"},
     ),
-}  # fmt: skip
+}
 
 
 def minibatches(n: int, epochs: int, seed: int) -> Iterator[Tensor]:
@@ -219,7 +226,8 @@ def by_hand(
     case: Case, rows: Tensor, *, n: int, short: bool = False, seed: int = 0
 ) -> dict[str, Tensor]:
     """Plain SGD on these rows of the data, whose minibatches are those of n examples."""
-    model, x = case.model(), case.inputs
+    model = case.model()
+    x = case.inputs
     lr = LR * EPOCHS / SHORT if short else LR
     epochs = SHORT if short else EPOCHS
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -238,9 +246,13 @@ def by_hand(
 
 def task_of(case: Case) -> blr.Task:
     recipe = blr.Recipe(
-        "sgd", lr=LR, epochs=EPOCHS, batch_size=BATCH, initial=case.model().state_dict(),
+        "sgd",
+        lr=LR,
+        epochs=EPOCHS,
+        batch_size=BATCH,
+        initial=case.model().state_dict(),
         **case.recipe,
-    )  # fmt: skip
+    )
     data = (case.inputs, case.targets)
     told = {"likelihood": case.likelihood, "recipe": recipe, "progress": False, **case.task}
     return blr.Task(case.model(7), data, **told)
@@ -262,15 +274,15 @@ def by_replay(task: blr.Task, q: blr.Posterior, monkeypatch: Any) -> Any:
 def by_calibration(task: blr.Task, q: blr.Posterior, monkeypatch: Any) -> Any:
     """The first of the trainings that a calibration makes."""
     module = import_module("blr_analysis.sensitivity.calibrate")
-    found = []
+    actual = []
 
     def spied(*asked: Any, **options: Any) -> Any:
-        found.append(trained(*asked, **options))
-        return found[-1]
+        actual.append(trained(*asked, **options))
+        return actual[-1]
 
     monkeypatch.setattr(module, "trained", spied)
     blr.calibrate(task, q)
-    return found[0]
+    return actual[0]
 
 
 def all_rows() -> Tensor:
@@ -301,13 +313,13 @@ def _first_training() -> None:
     by_hand(CASES["mse"], all_rows(), n=N)
 
 
-def check(case: Case, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+def check(case: Case, actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """The same weights, as a part of the way from the first ones."""
     first = case.model().state_dict()
-    for parameter, value in wanted.items():
+    for parameter, value in expected.items():
         way = (value - first[parameter]).norm()
         assert float(way) > 0
-        assert float((found[parameter] - value).norm() / way) < 1e-9
+        assert float((actual[parameter] - value).norm() / way) < 1e-9
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -326,7 +338,8 @@ def test_a_training_is_on_the_loss_that_was_given(name: str) -> None:
 def test_every_path_trains_on_the_loss_that_was_given(
     path: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, (ours, oracle) = CASES[name], PATHS[path]
+    case = CASES[name]
+    ours, oracle = PATHS[path]
     task = task_of(case)
     curvature = "empirical_fisher" if case.tokens else "ggn"
     q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, curvature=curvature)
@@ -344,10 +357,10 @@ def test_relabelled_and_added_examples_are_reduced_with_the_others(name: str) ->
     other.targets[[2, 7]] = case.targets[[1, 3]]
     labels = {i: other.targets[i] for i in (2, 7)}
     asked: dict[str, Any] = {"solver": "replay", "seeds": 1, "passes": SHORT}
-    found = blr.what_if(task, q, relabel=labels, **asked).parameters
-    wanted = by_hand(other, all_rows(), n=N, short=True)
-    for parameter, value in wanted.items():
-        torch.testing.assert_close(found[parameter], value, rtol=1e-9, atol=1e-12)
+    actual = blr.what_if(task, q, relabel=labels, **asked).parameters
+    expected = by_hand(other, all_rows(), n=N, short=True)
+    for parameter, value in expected.items():
+        torch.testing.assert_close(actual[parameter], value, rtol=1e-9, atol=1e-12)
 
 
 def test_a_minibatch_without_anything_that_counts_moves_nothing() -> None:

@@ -18,7 +18,10 @@ from blr_analysis.errors import DataError, InputError
 from blr_analysis.sensitivity.endings import ending_note
 from blr_analysis.sensitivity.training import trained, whole_data
 
-N, EPOCHS, BATCH, LR = 24, 6, 8, 0.2
+N = 24
+EPOCHS = 6
+BATCH = 8
+LR = 0.2
 CLASSES = torch.arange(N) % 3
 
 
@@ -72,8 +75,8 @@ def state_by(recipe: blr.Recipe) -> dict[str, Tensor]:
     return trained(task, whole_data(task), recipe, 0)
 
 
-def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
-    return all(torch.allclose(found[n], t, rtol=1e-9, atol=1e-12) for n, t in wanted.items())
+def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return all(torch.allclose(actual[n], t, rtol=1e-9, atol=1e-12) for n, t in expected.items())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -94,9 +97,9 @@ def test_a_training_draws_its_inputs_and_the_analysis_does_not(way: str) -> None
     """The training is that of the changed inputs, the task's losses those of the plain ones."""
     recipe = recipe_of(augment=WAYS[way])
     task = task_of(recipe)
-    found = trained(task, whole_data(task), recipe, 0)
+    actual = trained(task, whole_data(task), recipe, 0)
     changed = task_of(data=(mirrored(inputs()), CLASSES))
-    assert same(found, trained(changed, whole_data(changed), recipe_of(), 0))
+    assert same(actual, trained(changed, whole_data(changed), recipe_of(), 0))
     assert torch.equal(task.fetch(torch.arange(N))[0], inputs())
 
 
@@ -106,20 +109,21 @@ def test_relabelled_and_left_out_examples_are_drawn_too(way: str) -> None:
     changed = task_of(recipe_of(), (mirrored(inputs()), CLASSES))
     asked: dict[str, Any] = {"relabel": {3: 2, 7: 0}, "remove": [5]}
     asked |= {"solver": "retrain", "seeds": 1}
-    found, wanted = (
+    actual, expected = (
         blr.what_if(t, blr.fit_laplace(t, structure="diag", prior_precision=1.0), **asked)
         for t in (task, changed)
     )
-    assert same(found.parameters, wanted.parameters)
+    assert same(actual.parameters, expected.parameters)
 
 
 def test_a_part_of_a_task_draws_its_own_examples() -> None:
     task = task_of(recipe_of(augment=Mirrored(plain()))).subset([1, 2, 3, 4])
     rest = (mirrored(inputs())[1:5], CLASSES[1:5])
-    wanted = task_of(recipe_of(), rest)
-    assert task.recipe is not None and wanted.recipe is not None
-    found = trained(task, whole_data(task), task.recipe, 0)
-    assert same(found, trained(wanted, whole_data(wanted), wanted.recipe, 0))
+    expected = task_of(recipe_of(), rest)
+    assert task.recipe is not None
+    assert expected.recipe is not None
+    actual = trained(task, whole_data(task), task.recipe, 0)
+    assert same(actual, trained(expected, whole_data(expected), expected.recipe, 0))
 
 
 def test_added_examples_need_a_function() -> None:
@@ -188,7 +192,8 @@ def test_the_epoch_that_does_best_on_validation_data_is_kept(patience: int | Non
     validation = (inputs().flip(0), CLASSES)
     how: dict[str, Any] = {"lr": 1.5, "batch_size": N}
     each = [state_by(recipe_of(epochs=k, **how)) for k in range(1, EPOCHS + 1)]
-    model, losses = network(), []
+    model = network()
+    losses = []
     for state in each:
         model.load_state_dict(state)
         losses.append(float(cross_entropy(model(validation[0]), validation[1]).detach()))
@@ -197,9 +202,10 @@ def test_the_epoch_that_does_best_on_validation_data_is_kept(patience: int | Non
         worse = [k for k in range(1, EPOCHS) if losses[k] >= min(losses[:k])]
         end = worse[0] + 1 if worse else EPOCHS
     best = min(range(end), key=losses.__getitem__)
-    assert best < EPOCHS - 1 and losses[0] > losses[best]
-    found = state_by(recipe_of(validation=validation, patience=patience, **how))
-    assert same(found, each[best])
+    assert best < EPOCHS - 1
+    assert losses[0] > losses[best]
+    actual = state_by(recipe_of(validation=validation, patience=patience, **how))
+    assert same(actual, each[best])
 
 
 def test_validation_data_of_which_none_counts_choose_no_epoch() -> None:
@@ -212,7 +218,8 @@ def test_validation_data_of_which_none_counts_choose_no_epoch() -> None:
 
 def test_what_a_recipe_misses_may_be_one_word() -> None:
     recipe = recipe_of(missing="augmentation")
-    assert recipe.missing == ["augmentation"] and not recipe.known
+    assert recipe.missing == ["augmentation"]
+    assert not recipe.known
 
 
 def test_a_rerun_that_stops_early_keeps_the_states_before() -> None:
@@ -273,7 +280,8 @@ def test_trainings_are_others_beyond_twice_what_two_seeds_differ(
 
 
 def test_a_single_training_is_asked_for_another_where_it_ends_elsewhere() -> None:
-    own, calls = torch.full((50,), 0.2), []
+    own = torch.full((50,), 0.2)
+    calls = []
 
     def another() -> Tensor:
         calls.append(1)

@@ -15,7 +15,9 @@ from torch.nn.functional import cross_entropy
 import blr_analysis as blr
 from blr_analysis.sensitivity.training import trained, whole_data
 
-N, EPOCHS, LR = 24, 5, 0.1
+N = 24
+EPOCHS = 5
+LR = 0.1
 
 
 class Block(nn.Module):
@@ -23,7 +25,8 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6, affine=False)
+        self.first = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6, affine=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.first(x))
@@ -74,7 +77,8 @@ def block_evaluates(model: Any) -> None:
 
 
 def by_hand(frozen: Callable[[Any], None], mode: Callable[[Any], None]) -> dict[str, Tensor]:
-    model, (x, y) = network(), data()
+    model = network()
+    x, y = data()
     frozen(model)
     mode(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -108,11 +112,9 @@ CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
     "unknown, frozen": (freeze_norm, everything_evaluates, norm_evaluates, {}),
     "unknown, frozen around it": (freeze_block, everything_evaluates, block_evaluates, {}),
     "frozen, said to train": (freeze_norm, everything_evaluates, all_training, {"mode": "train"}),
-    "said not to train": (
-        nothing, all_training, everything_evaluates, {"mode": "eval"}
-    ),
+    "said not to train": (nothing, all_training, everything_evaluates, {"mode": "eval"}),
     "by a function": (nothing, everything_evaluates, norm_evaluates, {"mode": norm_evaluates}),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -125,13 +127,15 @@ def _first_training() -> None:
 def test_modules_train_in_the_mode_in_which_they_were(name: str) -> None:
     """Weights and running statistics, of those that move."""
     frozen, arrives, mode, options = CASES[name]
-    found, wanted = by_recipe(frozen, arrives, **options), by_hand(frozen, mode)
-    for key, value in found.items():
-        torch.testing.assert_close(value, wanted[key], rtol=1e-9, atol=1e-12)
+    actual = by_recipe(frozen, arrives, **options)
+    expected = by_hand(frozen, mode)
+    for key, value in actual.items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
 
 
 def test_checkpoints_know_the_modes_of_their_training() -> None:
-    model, (x, y) = network(), data()
+    model = network()
+    x, y = data()
     norm_evaluates(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     checkpoints = blr.Checkpoints(model)
@@ -162,8 +166,9 @@ def test_a_last_minibatch_of_one_example_is_a_step_where_torch_takes_it(spatial:
     x = x[:5, None] if spatial else x[:5]
     recipe = blr.Recipe("sgd", lr=LR, epochs=2, batch_size=4, initial=made().state_dict())
     task = blr.Task(made().eval(), (x, y[:5]), recipe=recipe, progress=False)
-    found = trained(task, whole_data(task), recipe, 0)
-    model, order = made(), torch.Generator().manual_seed(0)
+    actual = trained(task, whole_data(task), recipe, 0)
+    model = made()
+    order = torch.Generator().manual_seed(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for _ in range(2):
         rank = torch.randperm(5, generator=order).argsort()
@@ -173,7 +178,7 @@ def test_a_last_minibatch_of_one_example_is_a_step_where_torch_takes_it(spatial:
                 cross_entropy(model(x[rows]), y[:5][rows]).backward()
                 optimizer.step()
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(actual[name], value, rtol=1e-9, atol=1e-12)
 
 
 def test_the_tasks_model_keeps_its_modes() -> None:

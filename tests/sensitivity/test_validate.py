@@ -23,7 +23,12 @@ from blr_analysis.errors import InputError, StorageError
 from blr_analysis.sensitivity.agreement import agreement_of, agreement_of_seeds, ceiling_of
 from blr_analysis.sensitivity.halves import FIRST_SEED
 
-N, M, HALVES, SEEDS, EPOCHS, LR = 12, 6, 5, 2, 6, 0.5
+N = 12
+M = 6
+HALVES = 5
+SEEDS = 2
+EPOCHS = 6
+LR = 0.5
 CLASSES = torch.arange(N + M) % 3
 WORDS = (torch.arange(6 * (N + M)).view(N + M, 6) * 5).remainder(7).remainder(5)
 
@@ -129,7 +134,8 @@ def test_scores_are_those_of_a_plain_loop(name: str) -> None:
     for k, half in enumerate(result.halves):
         assert int(half.sum()) == N // 2
         for seed in range(SEEDS):
-            x, y = case.x[:N][half], case.y[:N][half]
+            x = case.x[:N][half]
+            y = case.y[:N][half]
             model = case.plain(x, y, FIRST_SEED + seed)
             losses[k, seed] = test_losses(model, case.x[N:], case.y[N:])
     torch.testing.assert_close(result.losses, losses)
@@ -190,9 +196,7 @@ def test_the_range_holds_the_score_of_many_halves_in_four_of_five() -> None:
     scores = effects + 0.7 * drawn(generator, 30, 8)
     halves, losses = simulated(generator, effects, 1000)
     foretold = -(halves.double() @ scores)
-    truth = np.mean([
-        spearmanr(foretold[:, j], losses.mean(1)[:, j]).statistic for j in range(8)
-    ])  # fmt: skip
+    truth = np.mean([spearmanr(foretold[:, j], losses.mean(1)[:, j]).statistic for j in range(8)])
     inside = 0
     for _ in range(60):
         study = agreement_of("study", scores, *simulated(generator, effects, 20))
@@ -202,7 +206,8 @@ def test_the_range_holds_the_score_of_many_halves_in_four_of_five() -> None:
 
 def test_retrainings_are_kept_and_scores_are_read_from_files(tmp_path: Path) -> None:
     counts: list[int] = []
-    task, keep = CASE.task(counted_recipe(CASE, counts)), tmp_path / "halves.safetensors"
+    task = CASE.task(counted_recipe(CASE, counts))
+    keep = tmp_path / "halves.safetensors"
     np.save(tmp_path / "a.npy", LIKE[0].numpy())
     frame = pd.DataFrame(LIKE[0].numpy(), columns=[str(j) for j in range(M)])
     frame.to_parquet(tmp_path / "b.parquet")
@@ -211,15 +216,21 @@ def test_retrainings_are_kept_and_scores_are_read_from_files(tmp_path: Path) -> 
     files |= {"b": str(tmp_path / "b.parquet"), "c": LIKE[0], "frame": frame}
     first = blr.validate(task, None, CASE.test, scores=files, halves=4, seeds=1, keep=keep)
     assert len({first.score(name).value for name in files}) == 1
-    assert np.isnan(first.ceiling) and "single seed" in first.note and len(counts) == 4
+    assert np.isnan(first.ceiling)
+    assert "single seed" in first.note
+    assert len(counts) == 4
     again = blr.validate(task, None, CASE.test, scores=files, halves=4, seeds=1, keep=keep)
-    assert len(counts) == 4 and torch.equal(again.losses, first.losses)
+    assert len(counts) == 4
+    assert torch.equal(again.losses, first.losses)
     more = blr.validate(task, None, CASE.test, scores=files, halves=6, seeds=2, keep=keep)
-    assert len(counts) == 12 and torch.equal(more.losses[:4, :1], first.losses)
+    assert len(counts) == 12
+    assert torch.equal(more.losses[:4, :1], first.losses)
     fewer = blr.validate(task, None, CASE.test, scores=files, halves=5, seeds=2, keep=keep)
-    assert len(counts) == 12 and torch.equal(fewer.losses, more.losses[:5])
-    torch.testing.assert_close(more.losses, blr.validate(
-        task, None, CASE.test, scores=files, halves=6, seeds=2).losses)  # fmt: skip
+    assert len(counts) == 12
+    assert torch.equal(fewer.losses, more.losses[:5])
+    torch.testing.assert_close(
+        more.losses, blr.validate(task, None, CASE.test, scores=files, halves=6, seeds=2).losses
+    )
     others = {"another recipe": (CASE.task(), CASE.test), "other test data": (task, CASE.task())}
     for word, (other, test) in others.items():
         matrix = torch.ones(N, test.n_data)
@@ -230,7 +241,8 @@ def test_retrainings_are_kept_and_scores_are_read_from_files(tmp_path: Path) -> 
 def test_short_retrainings_and_noise_are_noted() -> None:
     scores = {"noise": LIKE[0]}
     result = blr.validate(CASE.task(), None, CASE.test, scores=scores, halves=4, passes=2)
-    assert f"retrained for 2 of {EPOCHS} epochs" in result.note and result.epochs == 2
+    assert f"retrained for 2 of {EPOCHS} epochs" in result.note
+    assert result.epochs == 2
     fresh = torch.Generator().manual_seed(0)
 
     def noise(data: Any, seed: int) -> nn.Module:
@@ -241,10 +253,12 @@ def test_short_retrainings_and_noise_are_noted() -> None:
 
     task = CASE.task(blr.Recipe(train=noise))
     noisy = blr.validate(task, None, CASE.test, scores=scores, halves=8)
-    assert "do not agree beyond chance" in noisy.note and noisy.ceiling_range[0] == 0.0
+    assert "do not agree beyond chance" in noisy.note
+    assert noisy.ceiling_range[0] == 0.0
     task = CASE.task(blr.Recipe(train=lambda data, seed: network()))
     alike = blr.validate(task, None, CASE.test, scores=scores, halves=8)
-    assert "the same losses" in alike.note and np.isnan(alike.table["score"]).all()
+    assert "the same losses" in alike.note
+    assert np.isnan(alike.table["score"]).all()
 
 
 def test_the_cost_is_said_before_the_work(capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,4 +329,5 @@ def test_table_and_picture() -> None:
     assert table["score"].tolist()[2] == result.ceiling
     bars: Any = result.plot().patches
     assert [bar.get_width() for bar in bars[:2]] == table["score"].tolist()[:2]
-    assert "noise" in repr(result) and "6 halves × 2 seeds" in repr(result)
+    assert "noise" in repr(result)
+    assert "6 halves × 2 seeds" in repr(result)

@@ -105,7 +105,8 @@ def test_evaluate_may_hold_another_model_object() -> None:
         result = blr.what_if(task, q, remove=[0], evaluate=test)
     same = blr.Task(model, (x[:20] + 1, y[:20]))
     expected = blr.what_if(task, q, remove=[0], evaluate=same)
-    assert result.nll == expected.nll and result.before.nll == expected.before.nll
+    assert result.nll == expected.nll
+    assert result.before.nll == expected.before.nll
     f = model(x[:20] + 1).detach()
     assert result.before.nll == pytest.approx(float(nn.functional.cross_entropy(f, y[:20])))
 
@@ -116,16 +117,19 @@ def test_each_row_is_one_what_if(by: str) -> None:
     task, q = classification(metadata={"source": names})
     test = blr.Task(task.model, classification(seed=1)[0].dataset.tensors)
     table = blr.what_if_each(task, q, by=by, evaluate=test)
-    measured = [f"{kind}_{when}" for kind in ("nll", "accuracy")
-                for when in ("before", "after", "change")]  # fmt: skip
+    measured = [
+        f"{kind}_{when}" for kind in ("nll", "accuracy") for when in ("before", "after", "change")
+    ]
     about = ["converged", "nll_high", "nll_low", "note", "passes", "solver"]
     assert set(table) == {"group", "n", *measured, *about}
     assert table.group.tolist() == ([0, 1, 2] if by == "target" else ["book", "code", "web"])
     for row in table.itertuples():
         one = blr.what_if(task, q, remove=lambda r, g=row.group: r[by] == g, evaluate=test)
         assert row.n == one.removed
-        assert row.nll_after == one.nll and row.accuracy_after == one.accuracy
-        assert row.nll_before == one.before.nll and row.accuracy_before == one.before.accuracy
+        assert row.nll_after == one.nll
+        assert row.accuracy_after == one.accuracy
+        assert row.nll_before == one.before.nll
+        assert row.accuracy_before == one.before.accuracy
         assert row.nll_change == pytest.approx(one.nll - one.before.nll)
         assert row.accuracy_change == pytest.approx(one.accuracy - one.before.accuracy)
     assert table.n.sum() == 60
@@ -135,7 +139,8 @@ def test_each_for_regression_has_no_accuracy() -> None:
     x, y = regression(12, 2)
     task, q = fitted(x, y, metadata={"site": [1, 2, 3] * 4})
     table = blr.what_if_each(task, q, by="site")
-    assert table.accuracy_after.isna().all() and table.accuracy_change.isna().all()
+    assert table.accuracy_after.isna().all()
+    assert table.accuracy_change.isna().all()
     for row in table.itertuples():
         truth = retrained(
             "gaussian", x, y, without(12, [i for i in range(12) if i % 3 + 1 == row.group]), 1.0
@@ -152,7 +157,8 @@ def test_each_for_regression_has_no_accuracy() -> None:
 
 def trained_network(**options) -> tuple[blr.Task, blr.Posterior]:
     torch.manual_seed(0)
-    x, y = torch.randn(40, 3), torch.arange(40) % 3
+    x = torch.randn(40, 3)
+    y = torch.arange(40) % 3
     recipe = blr.Recipe("adam", lr=1e-2, epochs=12, batch_size=10)
     model = nn.Linear(3, 3)
     task = blr.Task(model, (x, y), recipe=recipe, metadata={"source": ["a", "b"] * 20}, **options)
@@ -163,7 +169,8 @@ def trained_network(**options) -> tuple[blr.Task, blr.Posterior]:
 def test_the_cost_is_that_of_the_answer(solver: str) -> None:
     task, q = trained_network(progress=False)
     options: dict = {"remove": list(range(9)), "solver": solver, "seeds": 2}
-    cost, result = cost_of_what_if(task, q, **options), blr.what_if(task, q, **options)
+    cost = cost_of_what_if(task, q, **options)
+    result = blr.what_if(task, q, **options)
     assert cost.solver == result.solver
     if solver == "cg":
         assert cost.passes >= result.passes - 1  # a line search may look once more
@@ -185,10 +192,12 @@ def test_the_cost_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:
     blr.what_if(task, q, remove=list(range(9)), seeds=2)
     cost = str(cost_of_what_if(task, q, remove=list(range(9)), seeds=2)).partition(",")[0]
     said = capsys.readouterr().err
-    assert f"what if: {cost}" in said and "24 passes over the data" in cost
+    assert f"what if: {cost}" in said
+    assert "24 passes over the data" in cost
     blr.what_if_each(task, q, by="source", seeds=2)
     said = capsys.readouterr().err
-    assert said.count("what if: by ") == 1 and "48 passes over the data" in said
+    assert said.count("what if: by ") == 1
+    assert "48 passes over the data" in said
     task.progress = False
     blr.what_if(task, q, remove=list(range(9)), seeds=2)
     assert capsys.readouterr().err == ""

@@ -66,4 +66,5 @@ class CommandContract:
         code, _, err = run(capsys, self.name, *self.argv, *self.to, "--force")
         assert code == 0, err
         now = files(here / "out")
-        assert now.keys() == before.keys() and any(now[name] > before[name] for name in now)
+        assert now.keys() == before.keys()
+        assert any(now[name] > before[name] for name in now)

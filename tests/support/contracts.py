@@ -113,7 +113,8 @@ class StructureContract:
         return unflatten(eye(dense), q.mean)
 
     def test_products(self, q: Posterior, dense: Tensor, unit: dict[str, Tensor]) -> None:
-        basis, inverse = orthogonal_basis(q.form), torch.linalg.inv(dense)
+        basis = orthogonal_basis(q.form)
+        inverse = torch.linalg.inv(dense)
         close(basis.mT @ basis, eye(basis.mT))
         close(rows(q.form.times(unit)), dense)
         close(rows(q.form.solve(unit)), inverse)
@@ -128,7 +129,8 @@ class StructureContract:
 
     def test_what_is_wrong_is_named(self, q: Posterior) -> None:
         (name, _), *others = q.mean.items()
-        word, missing = name.replace(".", r"\."), dict(others)
+        word = name.replace(".", r"\.")
+        missing = dict(others)
         with pytest.raises(InputError, match=word):
             q.form.solve(missing)
         with pytest.raises(InputError, match=word):
@@ -191,7 +193,8 @@ class StructureContract:
         assert torch.equal(first, q.form.gram(terms))
 
     def test_sums(self, task: Task, q: Posterior, dense: Tensor, unit: dict[str, Tensor]) -> None:
-        jacobian, added = jacobian_of(task), q.form.zeros()
+        jacobian = jacobian_of(task)
+        added = q.form.zeros()
         for chunk in chunks(task, q.mean, size=4):
             added = added.add(chunk.jacobian_terms())
         truth = projected(q.form, torch.einsum("ncp,ncq->pq", jacobian, jacobian))
@@ -213,7 +216,9 @@ class StructureContract:
         close(rows(raised.times(unit)), PRIOR * eye(dense))
 
     def test_samples(self, q: Posterior, dense: Tensor) -> None:
-        n, size, name = 20_000, len(dense), next(iter(q.mean))
+        n = 20_000
+        size = len(dense)
+        name = next(iter(q.mean))
         draws = rows(q.sample(generator=torch.Generator().manual_seed(0), n=n))
         # With S = R Rᵀ, Rᵀ(θ − m) is standard normal: P means within 5/√n, and the covariance's
         # distance from I is P/√n in Frobenius norm, up to a few per cent.
@@ -223,7 +228,8 @@ class StructureContract:
         assert 0.9 < float(distance) / (size * (size + 1) / n) ** 0.5 < 1.1
         seeds = (torch.Generator().manual_seed(s) for s in (3, 3, 4))
         one, two, other = (q.sample(generator=generator)[name] for generator in seeds)
-        assert torch.equal(one, two) and not torch.equal(one, other)
+        assert torch.equal(one, two)
+        assert not torch.equal(one, other)
         assert one.shape == q.mean[name].shape
 
     def test_save_and_load_to_the_bit(self, q: Posterior, dense: Tensor, tmp_path: Path) -> None:
@@ -233,11 +239,12 @@ class StructureContract:
             for field in ("structure", "n_data", "prior_precision"):
                 assert getattr(back, field) == getattr(q, field)
             assert back.record.items() >= q.record.items()
-            assert list(back.mean) == list(q.mean) and back.form.shapes == q.form.shapes
+            assert list(back.mean) == list(q.mean)
+            assert back.form.shapes == q.form.shapes
             pairs = [(back.mean, q.mean), (back.form.tensors(), q.form.tensors())]
-            for found, wanted in pairs:
-                assert found.keys() == wanted.keys()
-                assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+            for found, expected in pairs:
+                assert found.keys() == expected.keys()
+                assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
         unit = unflatten(eye(dense), q.mean)
         close(rows(back.form.times(unit)), dense)
         close(rows(back.form.solve(unit)), torch.linalg.inv(dense))
@@ -249,4 +256,5 @@ class StructureContract:
         for name in q.mean:
             assert single.variance(name).dtype == torch.float32
             close(single.variance(name).double(), q.variance(name), 1e-4)
-        assert q.to("cpu") is q and next(iter(q.mean.values())).dtype == torch.float64
+        assert q.to("cpu") is q
+        assert next(iter(q.mean.values())).dtype == torch.float64

@@ -21,7 +21,9 @@ from blr_analysis.likelihoods import (
     resolve,
 )
 
-N, C, T = 8, 4, 5
+N = 8
+C = 4
+T = 5
 W = torch.tensor([0.5, 15.0, 1.0, 2.0], dtype=torch.float64)
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -36,10 +38,14 @@ def whole(high: int, *shape: int, seed: int = 3) -> Tensor:
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
 
 
-CLASSES, TOKENS = whole(C, N), whole(C, N, T)
-TOKENS[0, 2:], TOKENS[1, 0] = -100, -100
-SOFT, BITS = normal(N, C, seed=5).softmax(-1), (normal(N, C, seed=6) > 0).double()
-NUMBERS, COUNTS = normal(N, C, seed=7), whole(6, N, C, seed=8).double()
+CLASSES = whole(C, N)
+TOKENS = whole(C, N, T)
+TOKENS[0, 2:] = -100
+TOKENS[1, 0] = -100
+SOFT = normal(N, C, seed=5).softmax(-1)
+BITS = (normal(N, C, seed=6) > 0).double()
+NUMBERS = normal(N, C, seed=7)
+COUNTS = whole(6, N, C, seed=8).double()
 
 
 def each(module: nn.Module) -> Loss:
@@ -49,10 +55,10 @@ def each(module: nn.Module) -> Loss:
 
     def loss(f: Tensor, y: Tensor) -> Tensor:
         if isinstance(module, nn.GaussianNLLLoss):
-            found = one(*f[:, : y.shape[1]].split(y.shape[1], 1), y, f[:, y.shape[1] :])
+            actual = one(*f[:, : y.shape[1]].split(y.shape[1], 1), y, f[:, y.shape[1] :])
         else:
-            found = one(f, y)
-        return found.flatten(1).sum(1) if found.ndim > 1 else found
+            actual = one(f, y)
+        return actual.flatten(1).sum(1) if actual.ndim > 1 else actual
 
     return loss
 
@@ -60,7 +66,8 @@ def each(module: nn.Module) -> Loss:
 def of_tokens(likelihood: TokenCategorical) -> Loss:
     """Each sequence's summed cross-entropy by torch, from raw outputs and labels."""
     w = None if likelihood.weight is None else torch.tensor(likelihood.weight).double()
-    smoothing, ignored = likelihood.label_smoothing, likelihood.ignore_index
+    smoothing = likelihood.label_smoothing
+    ignored = likelihood.ignore_index
     one = nn.CrossEntropyLoss(w, label_smoothing=smoothing, ignore_index=ignored, reduction="none")
 
     def loss(f: Tensor, y: Tensor) -> Tensor:
@@ -114,15 +121,15 @@ def members() -> dict[str, tuple[Likelihood, Tensor, Tensor, Loss]]:
     spread = torch.cat((f, normal(N, C, seed=2).exp()), -1)
     spread[0, C] = 1e-9  # below eps
     own = {"NLLLoss": f.log_softmax(-1), "BCELoss": f.sigmoid(), "GaussianNLLLoss": spread}
-    found = {repr(one): (one, f, y, density(make)) for one, make, y in KINDS}
+    actual = {repr(one): (one, f, y, density(make)) for one, make, y in KINDS}
     for k, (module, y) in enumerate(MODULES):  # whose names do not tell their settings
         rates = isinstance(module, nn.PoissonNLLLoss) and not module.log_input
         outputs = f.exp() if rates else own.get(type(module).__name__, f)
-        found[f"{type(module).__name__} {k}"] = (resolve(module), outputs, y, each(module))
+        actual[f"{type(module).__name__} {k}"] = (resolve(module), outputs, y, each(module))
     for one in SEQUENCES:
         y = TOKENS.masked_fill(TOKENS == -100, one.ignore_index)
-        found[repr(one)] = (one, normal(N, T, C), y, of_tokens(one))
-    return found
+        actual[repr(one)] = (one, normal(N, T, C), y, of_tokens(one))
+    return actual
 
 
 MEMBERS = members()

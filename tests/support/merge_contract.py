@@ -16,7 +16,8 @@ from blr_analysis.errors import BLRError
 from blr_analysis.files import Folder, shards
 from blr_analysis.merging.methods import METHODS
 
-DELTA, SCALE = 0.3, 0.8
+DELTA = 0.3
+SCALE = 0.8
 
 
 class MergeContract:
@@ -61,12 +62,12 @@ class MergeContract:
 
     def test_in_memory_it_is_the_formula(self) -> None:
         base, models, precisions, first = self.family(torch.float64)
-        found = self.in_memory(torch.float64, dtype=torch.float64)
-        assert list(found) == list(SHAPES)
+        actual = self.in_memory(torch.float64, dtype=torch.float64)
+        assert list(actual) == list(SHAPES)
         for name in SHAPES:
             every, h = (torch.stack([s[name].double() for s in ss]) for ss in (models, precisions))
             truth = self.formula(base[name], every, h, first[name].double() + DELTA, name)
-            torch.testing.assert_close(found[name], truth, rtol=0, atol=self.close, msg=name)
+            torch.testing.assert_close(actual[name], truth, rtol=0, atol=self.close, msg=name)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_streamed_and_run_again_it_is_the_same(
@@ -90,8 +91,10 @@ class MergeContract:
             blr.merge(root, folders, **given, out=tmp_path / "out")
         assert not any(p.name.startswith((".out", "out")) for p in tmp_path.iterdir())
         report = blr.merge(root, folders, **given, threads=2, out=tmp_path / "out")
-        written, memory = Folder.open(report.folder).tensors(), self.in_memory(dtype)
-        assert len(report.shards) > 1 and written.keys() == memory.keys()
+        written = Folder.open(report.folder).tensors()
+        memory = self.in_memory(dtype)
+        assert len(report.shards) > 1
+        assert written.keys() == memory.keys()
         assert all(torch.equal(written[n], memory[n]) for n in SHAPES)
         assert all(t.dtype == dtype for t in written.values())
 
@@ -102,14 +105,15 @@ class MergeContract:
         models = [base + 0.1 * torch.randn(len(base), generator=generator) for _ in self.weights]
         h = [torch.rand(len(base), generator=generator) for _ in self.weights]
         given = self.arguments([{"w": x} for x in h], {"w": h[0]})
-        found = [
+        actual = [
             blr.merge({"w": base}, [{"w": m} for m in models], **given, **how)["w"]
             for how in ({"threads": 1}, {"threads": 3, "max_memory": 60_000_000})
         ]
-        assert torch.equal(*found)
-        every, curves = torch.stack(models).double(), torch.stack(h).double()
+        assert torch.equal(*actual)
+        every = torch.stack(models).double()
+        curves = torch.stack(h).double()
         truth = self.formula(base.double(), every, curves, curves[0] + DELTA, "w")
-        apart = (found[0] - truth).abs() > 1e-4  # where rounding decides what is trimmed
+        apart = (actual[0] - truth).abs() > 1e-4  # where rounding decides what is trimmed
         assert float(apart.double().mean()) < 1e-5
 
     def test_weights_by_the_name(self) -> None:

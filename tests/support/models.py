@@ -143,9 +143,14 @@ def classes(seed: int, dtype: torch.dtype = torch.float64, n: int = 120) -> tupl
 
 
 def minimised(
-    model: nn.Module, data: tuple[Tensor, Tensor], delta: float, *, start: float = 0.0,
-    weight: Tensor | None = None, steps: int = 500,
-) -> nn.Module:  # fmt: skip
+    model: nn.Module,
+    data: tuple[Tensor, Tensor],
+    delta: float,
+    *,
+    start: float = 0.0,
+    weight: Tensor | None = None,
+    steps: int = 500,
+) -> nn.Module:
     """Trained by L-BFGS on the summed (weighted) cross-entropy + δ/2 ‖θ − start‖²."""
     x, y = data
     for p in model.parameters():
@@ -179,12 +184,19 @@ def example_models() -> dict[str, tuple[nn.Module, Tensor]]:
             "images": (Images(), normal(7, 2, 8, 8)),
             "volumes": (
                 Graph(
-                    volumes, bn=nn.BatchNorm1d(3), out=nn.Linear(3, 2, bias=False),
-                    c1=nn.Conv1d(2, 3, 3, 2, 2, 2, padding_mode="circular"), gate=nn.Linear(2, 3),
+                    volumes,
+                    bn=nn.BatchNorm1d(3),
+                    out=nn.Linear(3, 2, bias=False),
+                    c1=nn.Conv1d(2, 3, 3, 2, 2, 2, padding_mode="circular"),
+                    gate=nn.Linear(2, 3),
                     c3=nn.Conv3d(1, 2, (1, 2, 2), stride=(1, 2, 1), padding=(0, 1, 0)),
-                ), normal(7, 2, 12)),
+                ),
+                normal(7, 2, 12),
+            ),
             "words_tied": (Words(), tokens(7, 6, 7)),
             "functional": (
-                Graph(functional, first=nn.Linear(3, 4), second=nn.Linear(4, 3)), normal(7, 3)),
-        }  # fmt: skip
+                Graph(functional, first=nn.Linear(3, 4), second=nn.Linear(4, 3)),
+                normal(7, 3),
+            ),
+        }
     return {name: (randomised(model), x) for name, (model, x) in models.items()}

@@ -13,9 +13,11 @@ from blr_analysis.learning_rule import optim
 from blr_analysis.learning_rule.expectations import GAUSS_NEWTON
 from blr_analysis.learning_rule.table import ROWS, runs_elementwise
 
-N, BATCH = 60, 12
+N = 60
+BATCH = 12
 G = torch.Generator().manual_seed(1)
-X, Y = torch.randn(N, 4, generator=G), torch.randint(3, (N,), generator=G)
+X = torch.randn(N, 4, generator=G)
+Y = torch.randint(3, (N,), generator=G)
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -85,7 +87,7 @@ def whole(kind: type) -> Callable[..., Any]:
 
 STRUCTURED = (optim.NoisyKFAC, optim.SLANG, optim.VOGGN, optim.OGGN)
 WHOLE = tuple(kind.__name__ for kind in STRUCTURED)  # of a whole model, and one draw a step
-ELEMENTWISE = [name for name, found in ROWS.items() if runs_elementwise(found)]
+ELEMENTWISE = [name for name, actual in ROWS.items() if runs_elementwise(actual)]
 MAKERS: dict[str, Callable[..., Any]] = {
     **{name: partial(row, name=name) for name in ELEMENTWISE},
     "IVON itself": of(optim.IVON, lr=0.1, ess=N, beta2=0.9),

@@ -71,16 +71,23 @@ def batch(t: int) -> tuple[Tensor, Tensor]:
 
 # Diagonal Gaussians ------------------------------------------------------------------------------
 
-LR, ESS, B1, B2, DECAY = 0.05, 40.0, 0.9, 0.97, 0.075
+LR = 0.05
+ESS = 40.0
+B1 = 0.9
+B2 = 0.97
+DECAY = 0.075
 COMMON = {"lr": LR, "ess": ESS, "weight_decay": DECAY, "beta1": B1, "beta2": B2}
 
 
 def vadam(run: Run, start: float = 0.0) -> Steps:
     """Khan et al., ICML 2018, Figure 1 (right); s that starts above 0 is not corrected."""
-    m, s, u = START, torch.full_like(START, start), torch.zeros_like(START)
+    m = START
+    s = torch.full_like(START, start)
+    u = torch.zeros_like(START)
     for t in count(1):
         g = run.gradient(m + run.noise() / torch.sqrt(ESS * (s + DECAY)), t)
-        u, s = B1 * u + (1 - B1) * (g + DECAY * m), B2 * s + (1 - B2) * g * g
+        u = B1 * u + (1 - B1) * (g + DECAY * m)
+        s = B2 * s + (1 - B2) * g * g
         s_hat = s if start else s / (1 - B2**t)
         m = m - LR * (u / (1 - B1**t)) / (torch.sqrt(s_hat) + DECAY)
         yield m, s
@@ -88,7 +95,8 @@ def vadam(run: Run, start: float = 0.0) -> Steps:
 
 def vprop(run: Run) -> Steps:
     """Khan et al., 2017, scaled by ess."""
-    m, s = START, torch.zeros_like(START)
+    m = START
+    s = torch.zeros_like(START)
     for t in count(1):
         g = run.gradient(m + run.noise() / torch.sqrt(ESS * (s + DECAY)), t)
         s = B2 * s + (1 - B2) * g**2
@@ -98,7 +106,9 @@ def vprop(run: Run) -> Steps:
 
 def bsam(run: Run) -> Steps:
     """Möllenhoff & Khan, ICLR 2023, Algorithm 1 (right), with s = h + δ."""
-    m, s, u = START, torch.full_like(START, 1.0 + DECAY), torch.zeros_like(START)
+    m = START
+    s = torch.full_like(START, 1.0 + DECAY)
+    u = torch.zeros_like(START)
     for t in count(1):
         g = run.gradient(m + run.noise() / torch.sqrt(ESS * s), t)
         u = B1 * u + (1 - B1) * (run.gradient(m + 0.3 * g / s, t) + DECAY * m)
@@ -108,14 +118,21 @@ def bsam(run: Run) -> Steps:
 
 
 def ivon(
-    run: Run, approx: str = "price", debias: bool = True, rate: float = LR, clip: float = 9e9,
+    run: Run,
+    approx: str = "price",
+    debias: bool = True,
+    rate: float = LR,
+    clip: float = 9e9,
     draws: int = 2,
-) -> Steps:  # fmt: skip
+) -> Steps:
     """Shen et al., ICML 2024, Algorithm 1."""
-    m, h, u = START, torch.full_like(START, 0.7), torch.zeros_like(START)
+    m = START
+    h = torch.full_like(START, 0.7)
+    u = torch.zeros_like(START)
     for t in count(1):
         variance = 1 / (ESS * (h + DECAY))
-        g_hat, h_hat = torch.zeros_like(m), torch.zeros_like(m)
+        g_hat = torch.zeros_like(m)
+        h_hat = torch.zeros_like(m)
         for _ in range(draws):
             noise = run.noise() * variance.sqrt()
             g = run.gradient(m + noise, t)
@@ -131,11 +148,14 @@ def ivon(
 
 def vogn(run: Run, noisy: bool) -> Steps:
     """Khan & Rue, Eqs. 44 to 46, with momentum."""
-    m, h, u = START, torch.full_like(START, 0.7), torch.zeros_like(START)
+    m = START
+    h = torch.full_like(START, 0.7)
+    u = torch.zeros_like(START)
     for t in count(1):
         at = m + run.noise() / torch.sqrt(ESS * (h + DECAY)) if noisy else m
         each = run.each(at, t)
-        h, u = B2 * h + (1 - B2) * each.square().mean(0), B1 * u + (1 - B1) * each.mean(0)
+        h = B2 * h + (1 - B2) * each.square().mean(0)
+        u = B1 * u + (1 - B1) * each.mean(0)
         m = m - LR * (u / (1 - B1**t) + DECAY * m) / (h + DECAY)
         yield m, h
 
@@ -176,18 +196,22 @@ def dropped_sgd(run: Run) -> Steps:
 
 def dropped_adam(run: Run) -> Steps:
     """A diagonal S, its square root, momentum and bias corrections."""
-    m, h, u = START, torch.zeros_like(START), torch.zeros_like(START)
+    m = START
+    h = torch.zeros_like(START)
+    u = torch.zeros_like(START)
     for t in count(1):
         z, kept = masked(run)
         g = z * run.gradient(z * m, t)
-        u, h = 0.9 * u + 0.1 * g / kept, 0.99 * h + 0.01 * g**2 / kept
+        u = 0.9 * u + 0.1 * g / kept
+        h = 0.99 * h + 0.01 * g**2 / kept
         m = m - 0.01 * (u / (1 - 0.9**t)) / ((h / (1 - 0.99**t)).sqrt() + 1e-8)
         yield m, h
 
 
 def dropped_ogn(run: Run) -> Steps:
     """Σ g_i², and a prior."""
-    m, h = START, torch.full_like(START, 0.5)
+    m = START
+    h = torch.full_like(START, 0.5)
     for t in count(1):
         z, kept = masked(run)
         each = z * run.each(z * m, t)
@@ -198,7 +222,9 @@ def dropped_ogn(run: Run) -> Steps:
 
 def dropped_ivon(run: Run) -> Steps:
     """θ = z ∘ (m + ε), ĥ = S ε ∘ z ∘ g / π₁ (App. G with its ε₁ kept)."""
-    m, h, order = START, torch.full_like(START, 0.7), torch.argsort(~UNITS, stable=True)
+    m = START
+    h = torch.full_like(START, 0.7)
+    order = torch.argsort(~UNITS, stable=True)
     for t in count(1):
         noise = torch.empty_like(m)  # drawn group by group
         noise[order[:18]] = torch.empty(18).double().normal_(generator=run.generator)
@@ -220,11 +246,17 @@ def signs(theta: Tensor) -> Tensor:
 
 
 def bayesbinn(
-    run: Run, lr: float, tau: float = 1.0, floor: float = 0.0, beta: float = 0.0,
-    prior: float = 0.0, draws: int = 1,
-) -> Steps:  # fmt: skip
+    run: Run,
+    lr: float,
+    tau: float = 1.0,
+    floor: float = 0.0,
+    beta: float = 0.0,
+    prior: float = 0.0,
+    draws: int = 1,
+) -> Steps:
     """Khan & Rue's Eq. 52 with N/M scaling."""
-    lam, average = START, torch.zeros_like(START)
+    lam = START
+    average = torch.zeros_like(START)
     for t in count(1):
         total = torch.zeros_like(lam)
         for _ in range(draws):
@@ -242,10 +274,12 @@ def bayesbinn(
 
 def newton(run: Run) -> Steps:
     """Khan & Rue, 1.3.2: Hessians averaged."""
-    m, eye = START, torch.eye(len(START)).double()
+    m = START
+    eye = torch.eye(len(START)).double()
     s = N * 2.0 * eye
     for t in count(1):
-        hessian, gradient = torch.func.hessian(run.loss)(m, t), run.gradient(m, t)
+        hessian = torch.func.hessian(run.loss)(m, t)
+        gradient = run.gradient(m, t)
         s = 0.5 * s + 0.5 * N * (hessian + eye)
         m = m - 0.5 * torch.linalg.solve(s, N * (gradient + m))
         yield m, s
@@ -253,9 +287,11 @@ def newton(run: Run) -> Steps:
 
 def diagonal_newton(run: Run) -> Steps:
     """Khan & Rue, Eq. 36, with the prior's share."""
-    m, h = START, torch.ones_like(START)
+    m = START
+    h = torch.ones_like(START)
     for t in count(1):
-        hessian, gradient = torch.func.hessian(run.loss)(m, t), run.gradient(m, t)
+        hessian = torch.func.hessian(run.loss)(m, t)
+        gradient = run.gradient(m, t)
         h = 0.8 * h + 0.2 * hessian.diagonal()
         m = m - 0.3 * (gradient + m) / (h + 1)
         yield m, h
@@ -272,7 +308,8 @@ def preconditioned(run: Run) -> Steps:
 
 def sam(run: Run) -> Steps:
     """Foret et al., ICLR 2021, Algorithm 1, over SGD with momentum."""
-    m, u = START, torch.zeros_like(START)
+    m = START
+    u = torch.zeros_like(START)
     for t in count(1):
         g = run.gradient(m, t)
         u = 0.9 * u + run.gradient(m + 0.3 * g / g.norm(), t) + 0.075 * m
@@ -282,7 +319,8 @@ def sam(run: Run) -> Steps:
 
 def learned_dropout(run: Run) -> Steps:
     """Weights as in K&R 42, and λ of the Bernoulli by autograd through the relaxed units."""
-    m, lam = START, torch.tensor(0.6, dtype=torch.float64).logit()
+    m = START
+    lam = torch.tensor(0.6, dtype=torch.float64).logit()
     for t in count(1):
         u = run.uniform(1, 6)
 
@@ -301,7 +339,9 @@ def learned_dropout(run: Run) -> Steps:
 
 def structured(run: Run, average: Callable[[int], Tensor]) -> Steps:
     """m ← m − lr (S + δ + Nγ)⁻¹ N (u + δ m / N), S + δ an average over the minibatches."""
-    m, u, eye = START, torch.zeros_like(START), torch.eye(len(START)).double()
+    m = START
+    u = torch.zeros_like(START)
+    eye = torch.eye(len(START)).double()
     for t in count(1):
         s = average(t) + N * 0.05 * eye
         u = 0.9 * u + 0.1 * run.gradient(run.seen[-1], t)
@@ -329,7 +369,8 @@ def kronecker(run: Run) -> Steps:
 
     def average(t: int) -> Tensor:
         nonlocal moments
-        (x, y), parts = batch(t), run.seen[-1].split([24, 6, 18, 3])
+        x, y = batch(t)
+        parts = run.seen[-1].split([24, 6, 18, 3])
         hidden = torch.tanh(x @ parts[0].view(6, 4).T + parts[1])
         logits = hidden @ parts[2].view(3, 6).T + parts[3]
         error = torch.softmax(logits, 1) - nn.functional.one_hot(y, 3)
@@ -341,7 +382,8 @@ def kronecker(run: Run) -> Steps:
         moments = [o + weight * (n - o) for o, n in zip(moments or new, new, strict=True)]
         blocks = []
         for a, g in zip(moments[:2], moments[2:], strict=True):
-            outs, ins = len(g), len(a) - 1
+            outs = len(g)
+            ins = len(a) - 1
             order = [o * (ins + 1) + i for o in range(outs) for i in range(ins)]
             order += [o * (ins + 1) + ins for o in range(outs)]
             blocks.append(N * torch.kron(g, a)[order][:, order])
@@ -359,24 +401,35 @@ WAYS = [(a, d, r) for a in ("price", "gradsq") for d in (True, False) for r in (
 STE = partial(of, optim.STE, lr=0.02)
 behind_a_sign = partial(torchs, look=signs, lr=0.02)
 T = torch.optim
-# fmt: off
 TORCH: list[tuple[str, dict[str, Any], Any, dict[str, Any]]] = [
     ("gradient descent", {"lr": 0.1}, T.SGD, {}),
     ("SGD", {"lr": 0.1, "weight_decay": 0.01}, T.SGD, {}),
     ("SGD with momentum", {"lr": 0.1, "beta1": 0.8}, T.SGD, {"momentum": 0.8}),
-    ("AdaGrad", {"lr": 0.05, "hess_init": 0.1, **SMALL}, T.Adagrad,
-     {"initial_accumulator_value": 0.1}),
+    (
+        "AdaGrad",
+        {"lr": 0.05, "hess_init": 0.1, **SMALL},
+        T.Adagrad,
+        {"initial_accumulator_value": 0.1},
+    ),
     ("AdaDelta", {"lr": 1.0, "beta2": 0.9, **SMALL}, T.Adadelta, {"rho": 0.9}),
     ("RMSprop", {"lr": 0.01, "beta2": 0.99, **SMALL}, T.RMSprop, {"alpha": 0.99}),
     ("Adam", {"lr": 0.01, "beta1": 0.8, "beta2": 0.95, **SMALL}, T.Adam, {"betas": (0.8, 0.95)}),
     ("AdamW", {"lr": 0.01, **SMALL}, T.AdamW, {}),
 ]
 STEPS: dict[str, tuple[Callable[..., Any], Callable[[Run], Steps], int]] = {
-    **{f"torch's {name}": (
-        of(optim.RowOptimizer, row=name, **own),
-        partial(torchs, kind=kind, **theirs,
-                **{k: v for k, v in own.items() if k in ("lr", "weight_decay", "eps")}), 1)
-       for name, own, kind, theirs in TORCH},
+    **{
+        f"torch's {name}": (
+            of(optim.RowOptimizer, row=name, **own),
+            partial(
+                torchs,
+                kind=kind,
+                **theirs,
+                **{k: v for k, v in own.items() if k in ("lr", "weight_decay", "eps")},
+            ),
+            1,
+        )
+        for name, own, kind, theirs in TORCH
+    },
     "Vadam": (of(optim.Vadam, **COMMON), vadam, 1),
     "Vadam, s above 0": (of(optim.Vadam, **COMMON, hess_init=0.4), partial(vadam, start=0.4), 1),
     "Vprop": (of(optim.Vprop, **COMMON), vprop, 1),
@@ -384,40 +437,73 @@ STEPS: dict[str, tuple[Callable[..., Any], Callable[[Run], Steps], int]] = {
     "VOGN": (partial(row, name="VOGN", **H7), partial(vogn, noisy=True), 1),
     "OGN": (partial(row, name="OGN", **H7), partial(vogn, noisy=False), 1),
     "IVON's row": (of(optim.RowOptimizer, row="IVON", **H7), partial(ivon, draws=3), 3),
-    **{f"IVON, {approx}, {debias}, {rescale}": (
-        of(optim.IVON, **H7, hess_approx=approx, debias=debias, rescale_lr=rescale,
-           clip_radius=0.4),
-        partial(ivon, approx=approx, debias=debias, clip=0.4,
-                rate=LR * (0.7 + DECAY) if rescale else LR), 2)
-       for approx, debias, rescale in WAYS},
+    **{
+        f"IVON, {approx}, {debias}, {rescale}": (
+            of(
+                optim.IVON,
+                **H7,
+                hess_approx=approx,
+                debias=debias,
+                rescale_lr=rescale,
+                clip_radius=0.4,
+            ),
+            partial(
+                ivon,
+                approx=approx,
+                debias=debias,
+                clip=0.4,
+                rate=LR * (0.7 + DECAY) if rescale else LR,
+            ),
+            2,
+        )
+        for approx, debias, rescale in WAYS
+    },
     "dropout": (partial(dropout, row="SGD", lr=0.1), dropped_sgd, 1),
     "dropout, Adam": (partial(dropout, row="Adam", lr=0.01, beta2=0.99), dropped_adam, 1),
     "dropout, OGN": (partial(dropout, row="OGN", **OGN), dropped_ogn, 1),
     "dropout, IVON": (partial(dropout, row="IVON", **{**H7, "beta1": 0.0}), dropped_ivon, 1),
-    **{f"BayesBiNN {number}": (
-        of(optim.BayesBiNN, ess=N, lr=lr, temperature=tau, floor=floor, beta1=beta, prior=prior),
-        partial(bayesbinn, lr=lr, tau=tau, floor=floor, beta=beta, prior=prior, draws=draws), draws)
-       for number, (lr, tau, floor, beta, prior, draws) in enumerate((
-           (0.002, 1.0, 0.0, 0.0, 0.0, 1), (0.002, 0.7, 0.0, 0.9, 0.0, 1),
-           (0.002, 1.0, 0.0, 0.5, 0.3, 1), (0.005, 1.0, 1e-3, 0.0, 0.0, 3)))},
+    **{
+        f"BayesBiNN {number}": (
+            of(
+                optim.BayesBiNN, ess=N, lr=lr, temperature=tau, floor=floor, beta1=beta, prior=prior
+            ),
+            partial(bayesbinn, lr=lr, tau=tau, floor=floor, beta=beta, prior=prior, draws=draws),
+            draws,
+        )
+        for number, (lr, tau, floor, beta, prior, draws) in enumerate(
+            (
+                (0.002, 1.0, 0.0, 0.0, 0.0, 1),
+                (0.002, 0.7, 0.0, 0.9, 0.0, 1),
+                (0.002, 1.0, 0.0, 0.5, 0.3, 1),
+                (0.005, 1.0, 1e-3, 0.0, 0.0, 3),
+            )
+        )
+    },
     "STE": (STE(), partial(behind_a_sign, kind=T.SGD), 1),
-    "STE, momentum": (STE(row="SGD with momentum"),
-                      partial(behind_a_sign, kind=T.SGD, momentum=0.9), 1),
+    "STE, momentum": (
+        STE(row="SGD with momentum"),
+        partial(behind_a_sign, kind=T.SGD, momentum=0.9),
+        1,
+    ),
     "STE, Adam": (STE(row="Adam"), partial(behind_a_sign, kind=T.Adam), 1),
     "Newton": (of(optim.Newton, lr=0.5, ess=N, weight_decay=1.0), newton, 1),
     "DiagonalNewton": (
-        of(optim.DiagonalNewton, lr=0.3, ess=N, weight_decay=1.0, beta2=0.8), diagonal_newton, 1),
+        of(optim.DiagonalNewton, lr=0.3, ess=N, weight_decay=1.0, beta2=0.8),
+        diagonal_newton,
+        1,
+    ),
     "PreconditionedSGD": (make_preconditioned, preconditioned, 1),
     "SAM": (of(optim.SAM, lr=0.05, radius=0.3, weight_decay=0.075), sam, 1),
     "LearnedDropout": (
         partial(dropout, row="SGD", lr=0.1, kind=optim.LearnedDropout, keep_lr=0.05),
-        learned_dropout, 1),
+        learned_dropout,
+        1,
+    ),
     "SLANG": (partial(whole(optim.SLANG), rank=50), partial(low_rank, rows_of="each"), 1),
     "VOGGN": (partial(whole(optim.VOGGN), rank=50), partial(low_rank, rows_of="curved"), 1),
     "OGGN": (partial(whole(optim.OGGN), rank=50), partial(low_rank, rows_of="curved"), 1),
     "NoisyKFAC": (whole(optim.NoisyKFAC), kronecker, 1),
 }
-# fmt: on
 
 
 def learned(model: nn.Module, optimizer: Any) -> Tensor:

@@ -36,12 +36,19 @@ def _dropout(model: nn.Module, n: int, generator: torch.Generator) -> Any:
 
 
 ROWS: dict[str, Make] = {
-    "IVON": _of(blr.IVON, beta2=0.9), "VOGN": _by_example(blr.VOGN), "OGN": _by_example(optim.OGN),
-    "Vadam": _of(optim.Vadam), "Vprop": _of(optim.Vprop), "BSAM": _of(optim.BSAM),
-    "BayesBiNN": _of(optim.BayesBiNN, lr=1e-3), "Dropout": _dropout,
+    "IVON": _of(blr.IVON, beta2=0.9),
+    "VOGN": _by_example(blr.VOGN),
+    "OGN": _by_example(optim.OGN),
+    "Vadam": _of(optim.Vadam),
+    "Vprop": _of(optim.Vprop),
+    "BSAM": _of(optim.BSAM),
+    "BayesBiNN": _of(optim.BayesBiNN, lr=1e-3),
+    "Dropout": _dropout,
     "STE": lambda m, n, g: optim.STE(m.parameters(), lr=1e-3),
-    "SGD": _row("SGD"), "RMSprop": _row("RMSprop"), "AdamW": _row("AdamW"),
-}  # fmt: skip
+    "SGD": _row("SGD"),
+    "RMSprop": _row("RMSprop"),
+    "AdamW": _row("AdamW"),
+}
 
 
 def make(row: str, model: nn.Module, n: int) -> Any:

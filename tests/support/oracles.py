@@ -19,7 +19,8 @@ from blr_analysis.task import Task
 def dense_jacobian(task: Task, params: Mapping[str, Tensor]) -> Tensor:
     """Every example's Jacobian by plain autograd, one example at a time, ``[N, C, P]``; the model
     itself holds the values meanwhile."""
-    own, found = dict(task.model.named_parameters()), []
+    own = dict(task.model.named_parameters())
+    actual = []
     before = {n: own[n].data for n in params}
     with torch.inference_mode(False), task.evaluation(), torch.enable_grad():
         for n, p in params.items():
@@ -27,10 +28,10 @@ def dense_jacobian(task: Task, params: Mapping[str, Tensor]) -> Tensor:
         for i in range(task.n_data):
             outputs = task.forward(task.model, copy.deepcopy(task.fetch(torch.tensor([i]))))[0]
             outputs = getattr(outputs, "logits", outputs).reshape(-1)
-            found.append(torch.stack([_gradient(f, {n: own[n] for n in params}) for f in outputs]))
+            actual.append(torch.stack([_gradient(f, {n: own[n] for n in params}) for f in outputs]))
     for n, data in before.items():
         own[n].data = data
-    return torch.stack(found)
+    return torch.stack(actual)
 
 
 def _gradient(output: Tensor, leaves: Mapping[str, Tensor]) -> Tensor:

@@ -36,8 +36,10 @@ def retrained(
     loss: str | Loss, x: Tensor, y: Tensor, weights: Tensor, delta: float, outputs: int = 1
 ) -> Tensor:
     """Θ ``[K, C, D]`` for K weightings of the examples ``[K, N]``; the last column is the bias."""
-    z, weights = with_ones(x), weights.double()
-    (n, d), each = z.shape, LOSSES[loss] if isinstance(loss, str) else loss
+    z = with_ones(x)
+    weights = weights.double()
+    n, d = z.shape
+    each = LOSSES[loss] if isinstance(loss, str) else loss
     products = (z.unsqueeze(2) * z.unsqueeze(1)).view(n, d * d)
     every, slope, curvature = (
         torch.vmap(f, (0, None))

@@ -38,7 +38,8 @@ stored.SHARD = 5  # of which two ranks share the last
 def network(n: int = N, seed: int = 0) -> blr.Task:
     """A small classifier in double precision."""
     source = torch.Generator().manual_seed(seed)
-    X, y = torch.randn(n, 4, dtype=torch.float64, generator=source), torch.arange(n) % 3
+    X = torch.randn(n, 4, dtype=torch.float64, generator=source)
+    y = torch.arange(n) % 3
     model = mlp().double()
     model = nn.parallel.DistributedDataParallel(model) if ranks.count() > 1 else model
     return blr.Task(model, (X, y), batch_size=4)
@@ -47,47 +48,48 @@ def network(n: int = N, seed: int = 0) -> blr.Task:
 def answers(folder: Path) -> dict[str, Any]:
     """Everything that is shared out, on a classifier and on a language model."""
     task = network()
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     qs: dict[str, blr.Posterior] = {}
     for structure in ("diag", "kron", "lowrank", "full", "gram"):
         more: dict[str, Any] = {"rank": 6} if structure == "lowrank" else {}
         more |= {} if structure == "gram" else {"prior_precision": 2.0}
         qs[structure] = blr.fit_laplace(task, structure=structure, **more)
-        found[f"fit {structure}"] = qs[structure].form.diagonal()
+        actual[f"fit {structure}"] = qs[structure].form.diagonal()
     exact = blr.fit_laplace(task, structure="diag", curvature="mc_fisher")
-    found["mc_fisher, prior"] = [exact.form.diagonal(), exact.prior_precision]
+    actual["mc_fisher, prior"] = [exact.form.diagonal(), exact.prior_precision]
     q = qs["kron"]
     params = dict(q.mean)
     some = (None, torch.tensor([3, 1, 7]), torch.tensor([3]))
-    found["losses"] = [loss_and_gradient(task, params, chosen) for chosen in some]
-    found["product"] = Hessian(task, params).product({n: m[None] for n, m in params.items()})
+    actual["losses"] = [loss_and_gradient(task, params, chosen) for chosen in some]
+    actual["product"] = Hessian(task, params).product({n: m[None] for n, m in params.items()})
     scores = blr.sensitivity(task, q)
-    found["sensitivity"] = [scores.error, scores.variance, scores.outputs, scores.targets]
-    found["self-influence"] = blr.sensitivity(task, q, variance=False).self_influence
+    actual["sensitivity"] = [scores.error, scores.variance, scores.outputs, scores.targets]
+    actual["self-influence"] = blr.sensitivity(task, q, variance=False).self_influence
     loo = blr.leave_one_out(task, q, refine=1)
-    found["leave one out"] = [loo.logits, loo.losses, loo.leverage]
+    actual["leave one out"] = [loo.logits, loo.losses, loo.leverage]
     test = task.subset(range(3))
     several = [qs["diag"], q]
-    found["influence"] = torch.as_tensor(blr.influence(task, q, test))
-    found["normalized"] = torch.as_tensor(blr.influence(task, q, test, normalize="cosine"))
-    found["several"] = torch.as_tensor(blr.influence(task, several, test))
+    actual["influence"] = torch.as_tensor(blr.influence(task, q, test))
+    actual["normalized"] = torch.as_tensor(blr.influence(task, q, test, normalize="cosine"))
+    actual["several"] = torch.as_tensor(blr.influence(task, several, test))
     best = blr.influence(task, q, test, k=9)
-    found["top"] = [best.helpful, best.harmful, best.helpful_values, best.harmful_values]
+    actual["top"] = [best.helpful, best.harmful, best.helpful_values, best.harmful_values]
     index = blr.Index.build(task, q, folder / "index", dtype="float64", rank=43)
-    found["index"] = [index.influence(test), index.self_influence]
+    actual["index"] = [index.influence(test), index.self_influence]
     words = task_of(tiny_lm(tied=True), sequences(9))
     p = blr.fit_laplace(words, structure="kron", curvature="mc_fisher", prior_precision=1.0)
-    found["words"] = p.form.diagonal()
+    actual["words"] = p.form.diagonal()
     seen = blr.sensitivity(words, p)
-    found["words' scores"] = [seen.losses, seen.self_influence, seen.tokens]
-    found["words' loss"] = blr.leave_one_out(words, p).losses
-    found["words' influence"] = torch.as_tensor(blr.influence(words, p, words.subset([1])))
-    return found
+    actual["words' scores"] = [seen.losses, seen.self_influence, seen.tokens]
+    actual["words' loss"] = blr.leave_one_out(words, p).losses
+    actual["words' influence"] = torch.as_tensor(blr.influence(words, p, words.subset([1])))
+    return actual
 
 
 def of_pieces(folder: Path) -> dict[str, Any]:
     """What comes of models that ``fully_shard`` divides, and of an optimizer that trained one."""
-    model, (X, y) = mlp().double(), network().dataset[:]
+    model = mlp().double()
+    X, y = network().dataset[:]
     for part in (model[0], model) if ranks.count() > 1 else ():
         fully_shard(part)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -103,17 +105,18 @@ def of_pieces(folder: Path) -> dict[str, Any]:
     write_captured(folder / "pieces", captured, dtype=None)
     loaded = {n: torch.zeros_like(h) for n, h in captured.precision.items()}
     checkpoint.load(loaded, storage_reader=checkpoint.HuggingFaceStorageReader(folder / "pieces"))
-    found: dict[str, Any] = {"captured": [q.mean, q.form.diagonal()]}
-    found["read"] = storage.read(folder / "pieces")[0]
-    found["loaded"] = {n: whole(h) for n, h in loaded.items()}
-    found["after"] = model(X).detach()
-    return found
+    actual: dict[str, Any] = {"captured": [q.mean, q.form.diagonal()]}
+    actual["read"] = storage.read(folder / "pieces")[0]
+    actual["loaded"] = {n: whole(h) for n, h in loaded.items()}
+    actual["after"] = model(X).detach()
+    return actual
 
 
 def refusals() -> list[str]:
     """What is said of a sharded model, by recorders and a task, of too few examples, fewer than
     elsewhere, and of other data."""
-    model, words = fully_shard(mlp()), []
+    model = fully_shard(mlp())
+    words = []
     calls: list[Any] = [
         lambda: KroneckerRecorder(model),
         lambda: blr.Task(model, (torch.zeros(2, 4), torch.zeros(2).long())),
@@ -142,7 +145,8 @@ def commands(folder: Path, model: Path, data: Path) -> list[int]:
 
 def dies(folder: Path) -> None:
     """A build whose second rank is killed at its second file."""
-    write, files = build.write_shard, []
+    write = build.write_shard
+    files = []
 
     def written(*args: Any) -> None:
         files.append(args[-1])
@@ -159,10 +163,10 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     place, *texts = map(Path, sys.argv[1:])
     with ranks.opened():
-        found = {"answers": answers(place) | of_pieces(place)}
+        actual = {"answers": answers(place) | of_pieces(place)}
         if texts:
-            found["refusals"] = refusals()
-            found["codes"] = commands(place, *texts)
-        torch.save(found, place / f"rank{ranks.rank()}.pt")
+            actual["refusals"] = refusals()
+            actual["codes"] = commands(place, *texts)
+        torch.save(actual, place / f"rank{ranks.rank()}.pt")
         if texts:
             dies(place)

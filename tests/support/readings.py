@@ -22,7 +22,8 @@ def task_of(case: Case, likelihood: str | None = None) -> Task:
     run = case.forward or (lambda model, batch: (model(batch[0]), batch[1]))
     with torch.no_grad():
         outputs = run(case.model, (case.inputs.clone(), None))[0]
-    n, width = len(outputs), outputs[0].numel()
+    n = len(outputs)
+    width = outputs[0].numel()
     kind = likelihood or ("categorical" if width > 1 else "gaussian")
     spread = torch.linspace(-1, 1, n, dtype=outputs.dtype).unsqueeze(1).expand(n, width)
     targets = torch.arange(n) % width if kind == "categorical" else spread
@@ -44,9 +45,9 @@ def jacobian_of(task: Task, chunk_size: int | None, indices: Tensor | None = Non
     parts = []
     for chunk in chunks(task, params, size=chunk_size, indices=indices):
         b, c = chunk.outputs.shape
-        found = {n: g for term in chunk.jacobian_terms() for n, g in term.jacobian().items()}
+        actual = {n: g for term in chunk.jacobian_terms() for n, g in term.jacobian().items()}
         columns = [
-            found[n].reshape(b, c, -1) if n in found else p.new_zeros(b, c, p.numel())
+            actual[n].reshape(b, c, -1) if n in actual else p.new_zeros(b, c, p.numel())
             for n, p in params.items()
         ]
         parts.append(torch.cat(columns, dim=2))
@@ -56,5 +57,7 @@ def jacobian_of(task: Task, chunk_size: int | None, indices: Tensor | None = Non
 def ways(task: Task) -> dict[str, str]:
     """Parameter → how its gradients are read."""
     plan = plan_for(task, task.parameters())
-    found = {n: u.rule.__name__ if u.rule else u.path for u in plan.units for n in u.names.values()}
-    return {**found, **dict.fromkeys(plan.whole_model, "whole model")}
+    actual = {
+        n: u.rule.__name__ if u.rule else u.path for u in plan.units for n in u.names.values()
+    }
+    return {**actual, **dict.fromkeys(plan.whole_model, "whole model")}

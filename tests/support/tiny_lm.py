@@ -22,9 +22,16 @@ class TinyLM(nn.Module):
     """Embeddings, a block of (causal) attention and an MLP with norms, a read-out."""
 
     def __init__(
-        self, *, causal: bool = True, tied: bool = False, library: bool = False,
-        vocabulary: int = VOCABULARY, width: int = 4, longest: int = 12, classes: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        causal: bool = True,
+        tied: bool = False,
+        library: bool = False,
+        vocabulary: int = VOCABULARY,
+        width: int = 4,
+        longest: int = 12,
+        classes: int | None = None,
+    ) -> None:
         super().__init__()
         self.causal = causal
         self.words = nn.Embedding(vocabulary, width)
@@ -33,7 +40,8 @@ class TinyLM(nn.Module):
         self.attention = nn.MultiheadAttention(width, 2, batch_first=True) if library else None
         self.qkv = None if library else nn.Linear(width, 3 * width)
         self.mix = None if library else nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
         self.read = nn.Linear(width, classes or vocabulary, bias=not tied)
         if tied:
             self.read.weight = self.words.weight
@@ -56,7 +64,8 @@ class TinyLM(nn.Module):
         if self.attention is not None:
             mask = hidden.squeeze(1).repeat_interleave(2, 0)
             return self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]
-        assert self.qkv is not None and self.mix is not None
+        assert self.qkv is not None
+        assert self.mix is not None
         q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden)
         return self.mix(mixed.transpose(1, 2).flatten(2))
@@ -76,10 +85,17 @@ def sequences(n: int, *, vocabulary: int = VOCABULARY) -> list[Tensor]:
 
 
 def task_of(
-    model: nn.Module, ids: Sequence[Tensor], labels: Sequence[Tensor] | None = None, *,
-    likelihood: str = "causal_lm", more: int = 0, left: bool = False, mask: bool = True,
-    batch_size: int = 4, metadata: Any = None,
-) -> Task:  # fmt: skip
+    model: nn.Module,
+    ids: Sequence[Tensor],
+    labels: Sequence[Tensor] | None = None,
+    *,
+    likelihood: str = "causal_lm",
+    more: int = 0,
+    left: bool = False,
+    mask: bool = True,
+    batch_size: int = 4,
+    metadata: Any = None,
+) -> Task:
     """A task on padded dictionaries, with or without mask; labels are the ids unless given."""
 
     def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -125,7 +141,7 @@ def with_prompts(ids: Sequence[Tensor]) -> list[Tensor]:
 
 def tags(ids: Sequence[Tensor]) -> list[Tensor]:
     """A class for every token, every fourth ignored."""
-    found = [(x * 5 + torch.arange(len(x))) % 3 for x in ids]
-    for row in found:
+    actual = [(x * 5 + torch.arange(len(x))) % 3 for x in ids]
+    for row in actual:
         row[3::4] = IGNORED
-    return found
+    return actual

@@ -18,13 +18,13 @@ def tokenizer(*, pairs: bool = True, segments: bool = True) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {word: i for i, word in enumerate((*SPECIAL, *WORDS))}
-    found = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    found.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    actual = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    actual.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if pairs:
-        found.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+        actual.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     return PreTrainedTokenizerFast(
-        tokenizer_object=found,
+        tokenizer_object=actual,
         model_max_length=16,
         model_input_names=["input_ids", *["token_type_ids"][:segments], "attention_mask"],
         **names,
@@ -48,7 +48,8 @@ def build(kind: str, task: str = "classification", seed: int = 0, **more: Any) -
     if task == "causal_lm":
         head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
     else:
-        head, size = "ForSequenceClassification", {"num_labels": 3, **size}
+        head = "ForSequenceClassification"
+        size = {"num_labels": 3, **size}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = getattr(transformers, f"{family}Config")(**size)

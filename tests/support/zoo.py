@@ -60,10 +60,10 @@ PLANES = (5, 2, 4, 4)
 LAYERS: dict[str, Callable[[], Case]] = {
     "conv1d_pointwise": lambda: case(nn.Conv1d(3, 4, 1, bias=False), (5, 3, 4)),
     "conv2d_strided": lambda: case(
-        nn.Conv2d(2, 4, (3, 2), stride=(2, 3), padding=(1, 2), dilation=(2, 1)), (5, 2, 7, 6)),
+        nn.Conv2d(2, 4, (3, 2), stride=(2, 3), padding=(1, 2), dilation=(2, 1)), (5, 2, 7, 6)
+    ),
     "conv3d_zeros_same": lambda: case(nn.Conv3d(1, 4, 2, padding="same"), (5, 1, 2, 3, 2)),
-    "conv_transpose2d": lambda: case(
-        nn.ConvTranspose2d(2, 4, 2, stride=2, groups=2), (5, 2, 3, 3)),
+    "conv_transpose2d": lambda: case(nn.ConvTranspose2d(2, 4, 2, stride=2, groups=2), (5, 2, 3, 3)),
     "layernorm_two_dims": lambda: case(nn.LayerNorm((3, 3)), PLANES, normed),
     "layernorm_all_dims_no_bias": lambda: case(nn.LayerNorm((4, 3, 3), bias=False), PLANES, normed),
     "rmsnorm_two_dims": lambda: case(nn.RMSNorm((3, 3), eps=1e-3), PLANES, normed),
@@ -74,30 +74,45 @@ LAYERS: dict[str, Callable[[], Case]] = {
     "embedding_sparse": lambda: case(nn.Embedding(5, 3, sparse=True), (5, 4), summed, width=3),
     "embedding_padding": lambda: case(nn.Embedding(5, 3, padding_idx=-1), (5, 6), summed, width=3),
     "embedding_bag": lambda: case(
-        nn.EmbeddingBag(5, 3, mode="mean", padding_idx=0), (5, 4), lambda m, i: m.out(m.layer(i)),
-        width=3),
+        nn.EmbeddingBag(5, 3, mode="mean", padding_idx=0),
+        (5, 4),
+        lambda m, i: m.out(m.layer(i)),
+        width=3,
+    ),
     "embedding_bag_offsets": lambda: case(
-        nn.EmbeddingBag(5, 3, mode="sum"), (5, 4), offsets, width=3),
+        nn.EmbeddingBag(5, 3, mode="sum"), (5, 4), offsets, width=3
+    ),
     "conv1d_of_hugging_face": lambda: case(
-        nn.Sequential(HFConv1D(6, 3), nn.Tanh(), HFConv1D(4, 6)), (5, 4, 3), pooled),
+        nn.Sequential(HFConv1D(6, 3), nn.Tanh(), HFConv1D(4, 6)), (5, 4, 3), pooled
+    ),
     "bilinear": lambda: case(
-        nn.Bilinear(3, 4, 2), (5, 4), lambda m, x: m.out(m.layer(x[:, :3], torch.tanh(x))),
-        width=2),
+        nn.Bilinear(3, 4, 2), (5, 4), lambda m, x: m.out(m.layer(x[:, :3], torch.tanh(x))), width=2
+    ),
     "lstm_projected": lambda: case(
         nn.LSTM(3, 4, num_layers=2, proj_size=2, batch_first=True, bidirectional=True),
-        (5, 4, 3), last),
+        (5, 4, 3),
+        last,
+    ),
     "lstm_with_states": lambda: case(
-        nn.LSTM(4, 4, batch_first=True, bias=False), (5, 4, 4), states),
+        nn.LSTM(4, 4, batch_first=True, bias=False), (5, 4, 4), states
+    ),
     "rnn_relu": lambda: case(
-        nn.RNN(3, 4, nonlinearity="relu", bidirectional=True, batch_first=True), (5, 3, 3), last,
-        width=8),
+        nn.RNN(3, 4, nonlinearity="relu", bidirectional=True, batch_first=True),
+        (5, 3, 3),
+        last,
+        width=8,
+    ),
     "attention_own_kv": lambda: case(
         nn.MultiheadAttention(4, 2, batch_first=True, kdim=2, vdim=2, add_bias_kv=True),
-        (5, 3, 4), lambda m, x: m.out(m.layer(x, x[..., :2], x[..., 2:])[0].mean(1))),
+        (5, 3, 4),
+        lambda m, x: m.out(m.layer(x, x[..., :2], x[..., 2:])[0].mean(1)),
+    ),
     "transformer_two_layers": lambda: case(
         nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 6, batch_first=True), 2),
-        (5, 4, 4), pooled),
-}  # fmt: skip
+        (5, 4, 4),
+        pooled,
+    ),
+}
 
 
 # Ordinary layers, used in every way that hides from a hook or confuses a shape
@@ -174,7 +189,8 @@ def lists() -> Case:
         return m.head(x) * m.gain
 
     weights = nn.ParameterList([torch.randn(3, 3) for _ in range(2)])
-    shifts, gain = nn.ParameterDict({"a": torch.randn(3)}), nn.Parameter(torch.randn(()))
+    shifts = nn.ParameterDict({"a": torch.randn(3)})
+    gain = nn.Parameter(torch.randn(()))
     inner = graph(call, weights=weights, shifts=shifts, gain=gain, head=nn.Linear(3, 2))
     return stacked((5, 3), nn.Linear(3, 3), inner)
 
@@ -193,9 +209,9 @@ def remembering(m: Any, x: Tensor) -> Tensor:
 
 
 def two_modules_one_weight() -> Case:
-    found = stacked((5, 3), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 2))
-    found.model[2].weight = found.model[0].weight
-    return found
+    actual = stacked((5, 3), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 2))
+    actual.model[2].weight = actual.model[0].weight
+    return actual
 
 
 def one_module_two_places() -> Case:
@@ -234,9 +250,9 @@ def unrolled(m: Any, x: Tensor) -> Tensor:
 
 def dead_on_the_probe() -> Case:
     parts = dict(one=nn.Linear(3, 3), out=nn.Linear(3, 2))
-    found = made(lambda m, x: m.out(F.relu(m.one(x) * (x > 5))), (5, 3), **parts)
-    found.inputs[1::2] += 9.0
-    return found
+    actual = made(lambda m, x: m.out(F.relu(m.one(x) * (x > 5))), (5, 3), **parts)
+    actual.inputs[1::2] += 9.0
+    return actual
 
 
 def conv_norm(i: int, o: int, kernel: int, activation: Any = None, **shape: Any) -> nn.Sequential:
@@ -274,8 +290,8 @@ def mobilenet() -> Case:
         return m.out((x + m.project(h * m.gate(h))).mean((2, 3)))
 
     gate = nn.Sequential(
-        nn.AdaptiveAvgPool2d(1), nn.Conv2d(6, 2, 1), nn.ReLU(), nn.Conv2d(2, 6, 1),
-        nn.Hardsigmoid())  # fmt: skip
+        nn.AdaptiveAvgPool2d(1), nn.Conv2d(6, 2, 1), nn.ReLU(), nn.Conv2d(2, 6, 1), nn.Hardsigmoid()
+    )
     parts = dict(expand=conv_norm(4, 6, 1, nn.Hardswish), gate=gate, project=conv_norm(6, 4, 1))
     depthwise = conv_norm(6, 6, 3, nn.Hardswish, groups=6)
     return made(call, (5, 4, 3, 3), depthwise=depthwise, out=HEAD(), **parts)
@@ -307,49 +323,76 @@ USES: dict[str, Callable[[], Case]] = {
     "experts": lambda: routed([0.5, -1, 2, -1, 0.5, 2, -2]),
     "experts_unseen_by_the_probe": lambda: routed([-1, -2, 0.5, -1, 2, 2, -1]),
     "class_token": lambda: made(  # and positions, as a vision transformer's plain parameters
-        class_token, (5, 3, 3), token=nn.Parameter(torch.randn(1, 1, 4)), patch=nn.Linear(3, 4),
-        places=nn.Parameter(torch.randn(1, 4, 4)), head=HEAD(),
-        layer=nn.TransformerEncoderLayer(4, 2, 6, batch_first=True, norm_first=True)),
+        class_token,
+        (5, 3, 3),
+        token=nn.Parameter(torch.randn(1, 1, 4)),
+        patch=nn.Linear(3, 4),
+        places=nn.Parameter(torch.randn(1, 4, 4)),
+        head=HEAD(),
+        layer=nn.TransformerEncoderLayer(4, 2, 6, batch_first=True, norm_first=True),
+    ),
     "parameter_lists": lists,
     "forward_never_called": lambda: Case(
         graph(None, first=nn.Linear(3, 4), head=HEAD(), gain=nn.Parameter(torch.ones(4))),
-        normal(5, 3), lambda m, b: (m.head(torch.tanh(m.first(b[0])) * m.gain), b[1])),
+        normal(5, 3),
+        lambda m, b: (m.head(torch.tanh(m.first(b[0])) * m.gain), b[1]),
+    ),
     "weight_norm": lambda: reparametrised(weight_norm),
     "spectral_norm_by_hooks": lambda: reparametrised(spectral_norm),
     "called_twice": lambda: made(
-        lambda m, x: m.out(m.one(torch.tanh(m.one(x)))), (5, 3), one=nn.Linear(3, 3),
-        out=nn.Linear(3, 2)),
+        lambda m, x: m.out(m.one(torch.tanh(m.one(x)))),
+        (5, 3),
+        one=nn.Linear(3, 3),
+        out=nn.Linear(3, 2),
+    ),
     "state_between_calls": lambda: made(
-        remembering, (5, 3), one=nn.Linear(3, 4), out=HEAD(),
-        inner=graph(going_on, gain=nn.Parameter(torch.randn(4)))),
+        remembering,
+        (5, 3),
+        one=nn.Linear(3, 4),
+        out=HEAD(),
+        inner=graph(going_on, gain=nn.Parameter(torch.randn(4))),
+    ),
     "two_modules_one_weight": two_modules_one_weight,
     "one_module_two_places": one_module_two_places,
     "weights_from_a_network": lambda: made(
-        lambda m, x: torch.einsum("bi,io->bo", x, m.hyper(m.code).view(3, 2)), (5, 3),
-        hyper=nn.Linear(2, 6), code=nn.Parameter(torch.randn(2))),
+        lambda m, x: torch.einsum("bi,io->bo", x, m.hyper(m.code).view(3, 2)),
+        (5, 3),
+        hyper=nn.Linear(2, 6),
+        code=nn.Parameter(torch.randn(2)),
+    ),
     "layer_on_a_shared_table": lambda: made(
-        lambda m, x: m.out(torch.tanh(m.one(x) + m.two(m.table)).mean(1)), (5, 5, 3),
-        one=nn.Linear(3, 4), two=nn.Linear(2, 4), table=nn.Parameter(torch.randn(5, 2)),
-        out=HEAD()),
+        lambda m, x: m.out(torch.tanh(m.one(x) + m.two(m.table)).mean(1)),
+        (5, 5, 3),
+        one=nn.Linear(3, 4),
+        two=nn.Linear(2, 4),
+        table=nn.Parameter(torch.randn(5, 2)),
+        out=HEAD(),
+    ),
     "attention_keys_with_bias": lambda: made(  # whose gradient is nought but rounding
-        lambda m, x: (torch.softmax(m.q(x) @ m.k(x).mT, -1) @ m.v(x)).mean(1), (5, 4, 3),
-        q=nn.Linear(3, 4), k=nn.Linear(3, 4), v=nn.Linear(3, 2)),
+        lambda m, x: (torch.softmax(m.q(x) @ m.k(x).mT, -1) @ m.v(x)).mean(1),
+        (5, 4, 3),
+        q=nn.Linear(3, 4),
+        k=nn.Linear(3, 4),
+        v=nn.Linear(3, 2),
+    ),
     "unrolled_cell": lambda: made(unrolled, (5, 3, 3), cell=nn.GRUCell(3, 4), out=HEAD()),
     "in_place": lambda: made(
-        in_place, (5, 3), one=nn.Linear(3, 4), two=nn.Linear(4, 4), out=HEAD()),
+        in_place, (5, 3), one=nn.Linear(3, 4), two=nn.Linear(4, 4), out=HEAD()
+    ),
     "in_place_on_the_input": lambda: stacked((5, 3), nn.ReLU(True), nn.Linear(3, 4), HEAD()),
     "frozen_first_layers": lambda: frozen("1"),
     "frozen_weights": lambda: frozen("weight"),
     "frozen_biases": lambda: frozen("bias"),
     "unused": lambda: made(
-        lambda m, x: m.out(x), (5, 3), idle=nn.Linear(3, 3), out=nn.Linear(3, 2)),
+        lambda m, x: m.out(x), (5, 3), idle=nn.Linear(3, 3), out=nn.Linear(3, 2)
+    ),
     "dead_on_the_probe": dead_on_the_probe,
     "single_output": lambda: made(lambda m, x: m.one(x).squeeze(-1), (5, 3), one=nn.Linear(3, 1)),
     "model_is_a_square_layer": lambda: Case(randomised(nn.Linear(3, 3)), normal(3, 3)),
     "one_example": lambda: stacked((1, 3), nn.Linear(3, 3), nn.LayerNorm(3)),
     "one_example_sequence_first": lambda: sequence_first(2, True, 1),
     "two_examples": lambda: sequence_first(2, n=2),
-}  # fmt: skip
+}
 VISION: dict[str, Callable[[], Case]] = {
     "resnet": resnet,
     "mobilenet": mobilenet,

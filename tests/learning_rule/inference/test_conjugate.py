@@ -48,7 +48,8 @@ class Case:
 def textbook_normal_wishart(y: Tensor) -> tuple[Any, ...]:
     """Murphy, Probabilistic Machine Learning: Advanced Topics, 3.4.4."""
     prior = CASES["gaussian"].prior
-    n, mean = len(y), y.mean(0)
+    n = len(y)
+    mean = y.mean(0)
     kappa = prior.kappa + n
     scatter = (y - mean).mT @ (y - mean)
     gap = mean - prior.mean
@@ -58,7 +59,8 @@ def textbook_normal_wishart(y: Tensor) -> tuple[Any, ...]:
 
 def textbook_linear(data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Bishop, Pattern Recognition and Machine Learning, 3.50 and 3.51."""
-    prior, (x, y) = CASES["linear"].prior, data
+    prior = CASES["linear"].prior
+    x, y = data
     precision = prior.precision + x.mT @ x / NOISE
     return torch.linalg.solve(precision, prior.precision @ prior.mean + x.mT @ y / NOISE), precision
 
@@ -104,17 +106,21 @@ CASES = {
 every = pytest.mark.parametrize("name", CASES)
 
 
-def same(found: fam.ExponentialFamily, wanted: fam.ExponentialFamily, tol: float = 1e-12) -> None:
-    for key, value in wanted.natural.items():
-        torch.testing.assert_close(found.natural[key], value, rtol=tol, atol=tol)
+def same(
+    actual: fam.ExponentialFamily, expected: fam.ExponentialFamily, tol: float = 1e-12
+) -> None:
+    for key, value in expected.natural.items():
+        torch.testing.assert_close(actual.natural[key], value, rtol=tol, atol=tol)
 
 
 @every
 def test_one_step_is_the_textbook_posterior_wherever_it_starts(name: str) -> None:
-    case, data = CASES[name], CASES[name].data(23)
-    fitted, elsewhere = case.fit(data), case.fit(case.data(30)).q
-    for field, wanted in zip(case.fields.split(), case.posterior(data), strict=True):
-        torch.testing.assert_close(getattr(fitted.q, field), wanted, rtol=1e-12, atol=1e-12)
+    case = CASES[name]
+    data = CASES[name].data(23)
+    fitted = case.fit(data)
+    elsewhere = case.fit(case.data(30)).q
+    for field, expected in zip(case.fields.split(), case.posterior(data), strict=True):
+        torch.testing.assert_close(getattr(fitted.q, field), expected, rtol=1e-12, atol=1e-12)
     told = {k: v.sum(0) for k, v in fitted.sites.items()}
     same(blr_step(elsewhere, fam.scale(fam.add(fitted.prior.natural, told), -1.0), 1.0), fitted.q)
 
@@ -122,8 +128,10 @@ def test_one_step_is_the_textbook_posterior_wherever_it_starts(name: str) -> Non
 @every
 def test_sequential_equals_batch(name: str) -> None:
     """And the evidence is the chain of predictives, each of which is scipy's (below)."""
-    case, data = CASES[name], CASES[name].data(8)
-    q, chain = case.prior, 0.0
+    case = CASES[name]
+    data = CASES[name].data(8)
+    q = case.prior
+    chain = 0.0
     for i in range(8):
         one = rows(data, torch.tensor([i]))
         fitted = Conjugate(q, case.factor).fit(one)
@@ -131,7 +139,8 @@ def test_sequential_equals_batch(name: str) -> None:
         q = fitted.q
     both = case.fit(data)
     same(q, both.q)
-    assert both.objective == "log evidence" and both.history == pytest.approx([chain], rel=1e-11)
+    assert both.objective == "log evidence"
+    assert both.history == pytest.approx([chain], rel=1e-11)
 
 
 def test_predictives_equal_scipy() -> None:
@@ -140,26 +149,26 @@ def test_predictives_equal_scipy() -> None:
     shape = nw.rate * (nw.kappa + 1) / (nw.kappa * (nw.dof - 2))
     x, y = CASES["linear"].data(6)
     deviation = (NOISE + ((x @ theta.covariance) * x).sum(1)).sqrt()
-    wanted = {
+    expected = {
         "bernoulli": stats.betabinom(1, float(beta.a), float(beta.b)).logpmf,
         "poisson": stats.nbinom(float(gamma.shape), float(gamma.rate / (gamma.rate + 1))).logpmf,
         "categorical": lambda y: np.log(q["categorical"].mean.numpy())[y.astype(int)],
         "gaussian": stats.multivariate_t(nw.mean.numpy(), shape.numpy(), float(nw.dof) - 2).logpdf,
         "linear": lambda data: stats.norm(x @ theta.mean, deviation).logpdf(y),
     }
-    for name, log_density in wanted.items():
+    for name, log_density in expected.items():
         data = CASES[name].data(6)
-        found = CASES[name].fit(CASES[name].data(11)).log_predictive(data)
+        actual = CASES[name].fit(CASES[name].data(11)).log_predictive(data)
         reference = log_density(data.numpy() if isinstance(data, Tensor) else data)
-        np.testing.assert_allclose(found, reference, rtol=1e-11, err_msg=name)
+        np.testing.assert_allclose(actual, reference, rtol=1e-11, err_msg=name)
 
 
 def test_ridge_regression_is_the_mean() -> None:
     """K&R 1.3.3: minimise Σ (y − xᵀθ)²/2 + δ|θ|²/2."""
     x, y = CASES["linear"].data(40)
     q = Conjugate(normal(3, 2.5), linear(1.0)).fit((x, y)).q
-    wanted = Ridge(alpha=2.5, fit_intercept=False).fit(x.numpy(), y.numpy()).coef_
-    np.testing.assert_allclose(q.mean, wanted, rtol=1e-12)
+    expected = Ridge(alpha=2.5, fit_intercept=False).fit(x.numpy(), y.numpy()).coef_
+    np.testing.assert_allclose(q.mean, expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -168,10 +177,13 @@ def test_large_counts_keep_their_digits(dtype: torch.dtype) -> None:
     y = torch.poisson(torch.full((20,), 1e5), generator=torch.Generator().manual_seed(0)).to(dtype)
     prior = fam.Gamma(torch.tensor(1.0, dtype=dtype), torch.tensor(1e-5, dtype=dtype))
     fitted = Conjugate(prior, poisson()).fit(y)
-    shape, rate, chain = 1.0, float(prior.rate), 0.0
+    shape = 1.0
+    rate = float(prior.rate)
+    chain = 0.0
     for each in y.tolist():
         chain += stats.nbinom.logpmf(int(each), shape, rate / (rate + 1))
-        shape, rate = shape + each, rate + 1
+        shape = shape + each
+        rate = rate + 1
     assert fitted.history[-1] == pytest.approx(chain, abs=1e-5)
     others = [stats.nbinom.logpmf(int(c), shape - c, (rate - 1) / rate) for c in y.tolist()]
     torch.testing.assert_close(fitted.left_out(), torch.tensor(others), rtol=0, atol=1e-4)
@@ -188,7 +200,8 @@ def test_exponential_weights_are_hedge() -> None:
     table = torch.rand(25, 4, generator=torch.Generator().manual_seed(0)).double()
     prior = fam.CategoricalFamily(torch.zeros(3).double())
     fitted = Conjugate(prior, inf.experts(4, RATE)).fit(table)
-    weights, mix = torch.full((4,), 0.25).double(), 0.0
+    weights = torch.full((4,), 0.25).double()
+    mix = 0.0
     for row in table:
         shrunk = weights * (-RATE * row).exp()
         mix -= float(shrunk.sum().log()) / RATE
@@ -206,9 +219,12 @@ def test_online_newton_line_by_line() -> None:
     def loss(w: Tensor, example: tuple[Tensor, Tensor]) -> Tensor:
         return torch.nn.functional.softplus(-(2 * example[1] - 1) * (example[0] @ w))
 
-    gamma, epsilon = 0.5, 2.0
+    gamma = 0.5
+    epsilon = 2.0
     fitted = inf.OnlineNewton(normal(3, gamma * epsilon), loss, gamma).fit((x, y))
-    w, a, total = torch.zeros(3).double(), epsilon * torch.eye(3).double(), []
+    w = torch.zeros(3).double()
+    a = epsilon * torch.eye(3).double()
+    total = []
     for xi, yi in zip(x, y, strict=True):
         sign = 2 * yi - 1
         total.append(float(torch.log1p((-sign * (xi @ w)).exp())))
@@ -236,12 +252,13 @@ def test_a_natural_gradient_by_hand() -> None:
     """F⁻¹ ∇ with the Fisher matrix of a gamma, entry by entry (K&R 19)."""
     q = fam.Gamma(number(2.0), number(1.5))
     y = torch.tensor([0.5, 1.0, 2.5]).double()
-    a, b = q.shape, q.rate
+    a = q.shape
+    b = q.rate
     fisher = torch.tensor([[torch.polygamma(1, a), 1 / b], [1 / b, a / b**2]]).double()
     gap = torch.stack([y.log().mean() - (torch.digamma(a) - b.log()), y.mean() - a / b])
-    wanted = torch.stack([a - 1, -b]) + 0.2 * torch.linalg.solve(fisher, gap)
-    found = inf.likelihood_step(q, y, 0.2)
-    torch.testing.assert_close(torch.stack([found.shape - 1, -found.rate]), wanted)
+    expected = torch.stack([a - 1, -b]) + 0.2 * torch.linalg.solve(fisher, gap)
+    actual = inf.likelihood_step(q, y, 0.2)
+    torch.testing.assert_close(torch.stack([actual.shape - 1, -actual.rate]), expected)
 
 
 # Chains of states: the filter and the smoother against a dense Gaussian
@@ -265,20 +282,24 @@ def random_model(seed: int, times: int = 7) -> tuple[inf.StateSpace, Tensor]:
 
 def dense(model: inf.StateSpace, data: np.ndarray, upto: int | None = None):
     """Marginal means and covariances of the states, and log p(y), from the joint Gaussian."""
-    times, size = len(data), len(model.prior.mean)
-    move, driven = model.transition.numpy(), np.kron(np.eye(times), model.transition_noise.numpy())
+    times = len(data)
+    size = len(model.prior.mean)
+    move = model.transition.numpy()
+    driven = np.kron(np.eye(times), model.transition_noise.numpy())
     driven[:size, :size] = np.linalg.inv(model.prior.precision.numpy())
     # All states from the first and the noises: x_t = Σ_s F^(t−s) ε_s, block by block.
     powers = [np.linalg.matrix_power(move, t) for t in range(times)]
     zero = np.zeros_like(move)
     gather = [[powers[t - s] if s <= t else zero for s in range(times)] for t in range(times)]
     states = np.block(gather)
-    mean, covariance = states[:, :size] @ model.prior.mean.numpy(), states @ driven @ states.T
+    mean = states[:, :size] @ model.prior.mean.numpy()
+    covariance = states @ driven @ states.T
     matrix = np.kron(np.eye(times), model.observation.numpy())
     noise = np.kron(np.eye(times), model.observation_noise.numpy())
     keep = ~np.isnan(data.reshape(-1))
     keep[len(keep) if upto is None else upto * data.shape[1] :] = False
-    matrix, noise = matrix[keep], noise[np.ix_(keep, keep)]
+    matrix = matrix[keep]
+    noise = noise[np.ix_(keep, keep)]
     residual = data.reshape(-1)[keep] - matrix @ mean
     marginal = matrix @ covariance @ matrix.T + noise
     gain = np.linalg.solve(marginal, matrix @ covariance).T
@@ -289,8 +310,10 @@ def dense(model: inf.StateSpace, data: np.ndarray, upto: int | None = None):
     return smoothed, np.einsum("tatb->tab", posterior), -0.5 * (quadratic + logdet)
 
 
-def close(found: Tensor, wanted: np.ndarray, tol: float = 1e-10) -> None:
-    np.testing.assert_allclose(found.numpy(), wanted, rtol=tol, atol=tol * np.abs(wanted).max())
+def close(actual: Tensor, expected: np.ndarray, tol: float = 1e-10) -> None:
+    np.testing.assert_allclose(
+        actual.numpy(), expected, rtol=tol, atol=tol * np.abs(expected).max()
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -339,8 +362,10 @@ def test_what_is_missing_says_nothing() -> None:
     """Its sites are zero; all of it leaves a random walk its prior, of variances 1, 2, 3."""
     model, data = random_model(3)
     sites = model.fit(data).sites
-    assert not sites["linear"][3].any() and not sites["square"][3].any()
-    assert sites["linear"][2].any() and torch.linalg.matrix_rank(sites["square"][1]) == 1
+    assert not sites["linear"][3].any()
+    assert not sites["square"][3].any()
+    assert sites["linear"][2].any()
+    assert torch.linalg.matrix_rank(sites["square"][1]) == 1
     fitted = inf.StateSpace(M, M, M, M, normal(1)).fit(torch.full((3, 1), math.nan))
     close(fitted.q.covariance.flatten(), np.array([1.0, 2.0, 3.0]))
     assert fitted.history == [0.0, 0.0, 0.0]

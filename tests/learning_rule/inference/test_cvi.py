@@ -134,7 +134,8 @@ def test_optimum_of_the_elbo(name: str) -> None:
         name, fitted.model.design, fitted.model.targets, 0.0, float(fitted.prior.precision[0, 0])
     )
     gaps = [(fitted.q.mean - mean).abs().max(), (fitted.q.covariance - covariance).abs().max()]
-    assert abs(fitted.history[-1] - elbo) < 1e-8 and max(gaps) < 1e-6
+    assert abs(fitted.history[-1] - elbo) < 1e-8
+    assert max(gaps) < 1e-6
 
 
 def test_one_step_for_a_gaussian_likelihood() -> None:
@@ -155,17 +156,20 @@ def check_nuts(told: dict[str, np.ndarray], mean: Tensor, covariance: Tensor, ga
 
     Neither knows of q: one that is a quarter too wide or a fifth too narrow is noticed.
     """
-    assert told["r_hat"] < 1.01 and told["ess"] > 10_000
+    assert told["r_hat"] < 1.01
+    assert told["ess"] > 10_000
     errors = np.abs(mean.numpy() - told["mean"]) / told["mean_error"]
     allowed = 0.1 + 4 * (told["variance_error"] / np.diag(told["covariance"])).max()
     gaps = {k: gap(k * covariance.numpy()) for k in (1.0, 0.8, 1.25)}
-    assert errors.max() < 4 and gaps[1.0] < allowed < min(gaps[0.8], gaps[1.25])
+    assert errors.max() < 4
+    assert gaps[1.0] < allowed < min(gaps[0.8], gaps[1.25])
 
 
 @pytest.mark.parametrize("name", ["bernoulli", "poisson"])
 def test_nuts(name: str) -> None:
     """In the directions where the variances differ the most."""
-    q, told = fit(name).q, reference(PROBLEMS[name])
+    q = fit(name).q
+    told = reference(PROBLEMS[name])
 
     def gap(covariance: np.ndarray) -> float:
         ratios = np.linalg.eigvals(np.linalg.solve(told["covariance"], covariance)).real
@@ -208,24 +212,24 @@ def test_integrals_over_a_number(name: str, sd: float) -> None:
         def log_p(t: np.ndarray, y: Tensor = y) -> np.ndarray:
             return log_prob(name.partition(",")[0], y, torch.tensor(t)).numpy()
 
-        wanted = integral(log_p, center, sd)
-        assert [float(x.detach()) for x in (values, *slopes)] == pytest.approx(wanted, 1e-6, 1e-7)
+        expected = integral(log_p, center, sd)
+        assert [float(x.detach()) for x in (values, *slopes)] == pytest.approx(expected, 1e-6, 1e-7)
         ahead = np.log(integral(lambda t, log_p=log_p: np.exp(log_p(t)), center, sd)[0])
-        found = float(cvi.log_predictive(likelihood, f, y))
-        assert found == pytest.approx(ahead, rel=1e-7, abs=1e-8)
+        actual = float(cvi.log_predictive(likelihood, f, y))
+        assert actual == pytest.approx(ahead, rel=1e-7, abs=1e-8)
         if mean_of is not None:
-            found = float(cvi.expected_mean(likelihood, f))
-            assert found == pytest.approx(integral(mean_of, center, sd)[0], rel=1e-6, abs=1e-8)
+            actual = float(cvi.expected_mean(likelihood, f))
+            assert actual == pytest.approx(integral(mean_of, center, sd)[0], rel=1e-6, abs=1e-8)
 
 
 @pytest.mark.parametrize(("y", "sd"), [(10_000.0, 1.0), (10.0, 0.2), (1000.0, 0.8), (3.0, 20.0)])
 def test_counts_that_are_narrower_than_q_and_far_from_its_mean(y: float, sd: float) -> None:
     z = np.linspace(-14, 14, 2_000_001)
     logs = y * sd * z - np.exp(sd * z) - gammaln(y + 1) + stats.norm.logpdf(z)
-    wanted = logsumexp(logs) + math.log(z[1] - z[0])
+    expected = logsumexp(logs) + math.log(z[1] - z[0])
     f = DiagonalGaussian(torch.zeros(1).double(), torch.tensor([sd**-2]).double())
-    found = cvi.log_predictive(cvi.scalar_likelihood("poisson"), f, torch.tensor([y]).double())
-    assert float(found) == pytest.approx(wanted, abs=2e-2)
+    actual = cvi.log_predictive(cvi.scalar_likelihood("poisson"), f, torch.tensor([y]).double())
+    assert float(actual) == pytest.approx(expected, abs=2e-2)
 
 
 def test_likelihoods_that_are_not_concave() -> None:
@@ -248,10 +252,10 @@ def test_examples_without_any_feature_say_nothing() -> None:
     """A row of zeros: f = 0 for sure, so that q is the posterior of the others."""
     x, y = (part[:20] for part in examples("logistic"))
     model = GeneralizedLinear(normal(7))
-    wanted = model.fit((x, y))
+    expected = model.fit((x, y))
     fitted = model.fit((torch.cat([x, 0 * x[:3]]), torch.cat([y, y[:3]])))
-    torch.testing.assert_close(fitted.q.mean, wanted.q.mean, rtol=1e-5, atol=1e-6)
-    assert fitted.history[-1] - wanted.history[-1] == pytest.approx(3 * math.log(0.5), rel=1e-6)
+    torch.testing.assert_close(fitted.q.mean, expected.q.mean, rtol=1e-5, atol=1e-6)
+    assert fitted.history[-1] - expected.history[-1] == pytest.approx(3 * math.log(0.5), rel=1e-6)
 
 
 @pytest.mark.parametrize("precision", [1.0, 0.03, 0.01, 1e-3, 1e-4])
@@ -270,7 +274,8 @@ def test_large_counts_under_wide_priors(precision: float) -> None:
 
     tight = {"xatol": 1e-10, "fatol": 1e-12, "maxiter": 4000}
     best = optimize.minimize(minus_elbo, [6.8, -5.0], method="Nelder-Mead", options=tight)
-    assert fitted.converged and fitted.history[-1] == pytest.approx(-best.fun, abs=1e-6)
+    assert fitted.converged
+    assert fitted.history[-1] == pytest.approx(-best.fun, abs=1e-6)
     assert float(fitted.q.mean) == pytest.approx(best.x[0], abs=1e-5)
     assert float(fitted.q.precision) ** -0.5 == pytest.approx(math.exp(best.x[1]), rel=1e-4)
 
@@ -278,7 +283,8 @@ def test_large_counts_under_wide_priors(precision: float) -> None:
 @pytest.mark.parametrize("constant", ["exact", "stirling", "none"])
 def test_what_is_foretold_of_counts_is_a_log_probability(constant: str) -> None:
     """Whatever constant the training loss leaves out."""
-    x, y = torch.tensor([[1.0], [2.0], [-1.0]]).double(), torch.tensor([1.0, 3.0, 0.0]).double()
+    x = torch.tensor([[1.0], [2.0], [-1.0]]).double()
+    y = torch.tensor([1.0, 3.0, 0.0]).double()
     fitted = GeneralizedLinear(normal(1), Poisson(constant)).fit((x, y))
     foretold = fitted.log_predictive((x[:1].expand(400, 1), torch.arange(400).double()))
     assert float(foretold.exp().sum()) == pytest.approx(1, rel=1e-6)
@@ -307,7 +313,8 @@ def test_sweeps_find_the_best_mean_field(name: str, data: tuple[Tensor, Tensor])
     mean, covariance, elbo = best_gaussian(name, *data, 0.1, 0.7, diagonal=True)
     torch.testing.assert_close(fitted.q.mean, mean, rtol=0, atol=2e-4)
     torch.testing.assert_close(1 / fitted.q.precision, covariance.diagonal(), rtol=1e-4, atol=0)
-    assert fitted.converged and fitted.history[-1] == pytest.approx(elbo, abs=1e-6)
+    assert fitted.converged
+    assert fitted.history[-1] == pytest.approx(elbo, abs=1e-6)
 
 
 # Gaussian processes
@@ -326,7 +333,8 @@ def iris(start: int) -> tuple[Tensor, Tensor]:
     return torch.tensor(x[start::2]), torch.tensor(y[start::2], dtype=F64)
 
 
-(X, Y), (HELD_X, _) = iris(0), iris(1)
+X, Y = iris(0)
+HELD_X, _ = iris(1)
 
 
 def test_processes_against_nuts() -> None:
@@ -340,7 +348,8 @@ def test_processes_against_nuts() -> None:
     check_nuts(TOLD, *function_values(fitted), gap)
     gaps = np.abs(fitted.predict(HELD_X).numpy() - TOLD["probability"])
     noise = TOLD["probability_error"]
-    assert gaps.mean() < 2 * noise.mean() and (gaps < 4 * noise).all()
+    assert gaps.mean() < 2 * noise.mean()
+    assert (gaps < 4 * noise).all()
 
 
 def test_gaussian_likelihood_is_gp_regression() -> None:
@@ -349,9 +358,9 @@ def test_gaussian_likelihood_is_gp_regression() -> None:
     kernel = ConstantKernel(VARIANCE, "fixed") * RBF(LENGTH, "fixed")
     peer = GaussianProcessRegressor(kernel, alpha=1.0, optimizer=None).fit(X, y)
     mean, std = peer.predict(HELD_X, return_std=True)
-    found = fitted.latent(HELD_X)
-    assert np.allclose(found.mean, mean, rtol=0, atol=1e-9)
-    assert np.allclose(found.precision.rsqrt(), std, rtol=0, atol=1e-8)
+    actual = fitted.latent(HELD_X)
+    assert np.allclose(actual.mean, mean, rtol=0, atol=1e-9)
+    assert np.allclose(actual.precision.rsqrt(), std, rtol=0, atol=1e-8)
     assert fitted.history[0] == pytest.approx(peer.log_marginal_likelihood_value_, abs=1e-9)
     # leave-one-out in closed form (Rasmussen & Williams, Eq. 5.12)
     inverse = np.linalg.inv(KERNEL(X, X).numpy() + np.eye(len(y)))
@@ -371,7 +380,8 @@ def test_linear_kernel_is_regression(name: str) -> None:
     prior = FullGaussian(torch.zeros(5, dtype=F64), torch.diag(1 / scales))
     columns, held = (torch.cat([x.new_ones(len(x), 1), x], 1) for x in (X, HELD_X))
     weights = GeneralizedLinear(prior, name).fit((columns, Y), tol=1e-13)
-    ours, theirs = fitted.latent(HELD_X), weights.latent(held)
+    ours = fitted.latent(HELD_X)
+    theirs = weights.latent(held)
     torch.testing.assert_close(ours.mean, theirs.mean, rtol=0, atol=1e-6)
     torch.testing.assert_close(ours.precision, theirs.precision, rtol=1e-6, atol=0)
     assert fitted.history[-1] == pytest.approx(weights.history[-1], abs=1e-10)
@@ -382,10 +392,13 @@ def test_inducing_inputs_give_the_dense_bound_and_predictions() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(30, 2, generator=generator).double() * 4
     y = x.sum(1).sin() + 0.1 * torch.randn(30, generator=generator).double()
-    z, noise = x[:7] + 0.1, 0.3
+    z = x[:7] + 0.1
+    noise = 0.3
     likelihood = Gaussian(variance=noise)
     fitted = GaussianProcess(inf.rbf, likelihood, inducing=z).fit((x, y), progress=False)
-    k_zz, k_nz, eye = inf.rbf(z, z), inf.rbf(x, z), torch.eye(30).double()
+    k_zz = inf.rbf(z, z)
+    k_nz = inf.rbf(x, z)
+    eye = torch.eye(30).double()
     q = k_nz @ torch.linalg.solve(k_zz, k_nz.mT)
     normal = torch.distributions.MultivariateNormal(torch.zeros(30).double(), q + noise * eye)
     bound = normal.log_prob(y) - (inf.rbf(x, x) - q).diagonal().sum() / (2 * noise)
@@ -399,8 +412,8 @@ def test_inducing_inputs_give_the_dense_bound_and_predictions() -> None:
     torch.testing.assert_close(latent.mean, mean)
     torch.testing.assert_close(1 / latent.precision, variance)
     again = GaussianProcess(inf.rbf, likelihood, inducing=z).fit((x[1:], y[1:]), progress=False)
-    found = fitted.left_out()[0]
-    torch.testing.assert_close(found, again.log_predictive((x[:1], y[:1]))[0])
+    actual = fitted.left_out()[0]
+    torch.testing.assert_close(actual, again.log_predictive((x[:1], y[:1]))[0])
 
 
 @pytest.mark.parametrize("likelihood", ["bernoulli", "poisson"])
@@ -428,7 +441,8 @@ def test_minibatches_of_a_sparse_process(likelihood: str) -> None:
 
     small = process.fit((x, y), batch=30, rho=lambda t: (t + 5) ** -0.8, max_iter=150, **rates)
     assert float(small.q.kl(whole.q)) < 0.05 < float(whole.prior.kl(whole.q))
-    assert not small.converged and len(small.history) == 150
+    assert not small.converged
+    assert len(small.history) == 150
     torch.testing.assert_close(small.left_out(), whole.left_out(), rtol=0.1, atol=0.05)
     for broken in ({"rho": 0.0, "batch": 30}, {"batch": 0}, {"batch": 121}):
         with pytest.raises(InputError, match=r"rho|batch"):

@@ -45,7 +45,8 @@ STATES = inf.StateSpace(M, M, M, M, normal(1))
 
 def two_coins(mu: Any, heads: Tensor) -> Tensor:
     """Which of two coins was thrown ten times? Summed over the coin."""
-    up, down = mu["coin"]["log"], mu["coin"]["log_complement"]
+    up = mu["coin"]["log"]
+    down = mu["coin"]["log_complement"]
     return (heads.unsqueeze(1) * up + (10 - heads.unsqueeze(1)) * down).logsumexp(1)
 
 
@@ -104,11 +105,13 @@ def started(model: Any) -> Callable[..., Fitted]:
 
 
 FACTORS = draws(30, 1) * torch.tensor([1.0, 0.8, -0.7, 0.5]) + 0.5 * draws(30, 4, seed=5)
-KINDS, GAMMA = fam.Dirichlet(torch.ones(3, dtype=F64)), fam.Gamma(ONE, ONE)
+KINDS = fam.Dirichlet(torch.ones(3, dtype=F64))
+GAMMA = fam.Gamma(ONE, ONE)
 HEDGE = fam.CategoricalFamily(torch.zeros(3, dtype=F64))
 DIAGONAL = fam.DiagonalGaussian(torch.zeros(3, dtype=F64), torch.ones(3, dtype=F64))
 TOPICS = partial(inf.LDA(2, local_tol=1e-5).fit, passes=200, batch_size=None, tol=1e-6)
-PROCESS, PLACE = partial(inf.rbf, variance=4.0), {"most": None, "bound": False}
+PROCESS = partial(inf.rbf, variance=4.0)
+PLACE = {"most": None, "bound": False}
 CASES = {
     "Bernoulli": once(fam.Beta(2 * ONE, ONE), bernoulli(), LABELS),
     "Poisson": once(GAMMA, inf.poisson(), COUNTS),
@@ -185,16 +188,22 @@ class TestFittedContract:
     """What holds for every one of them."""
 
     def test_it_says_what_it_is(self, name: str) -> None:
-        fitted, n = fitted_of(name), count(CASES[name].data)
-        assert fitted.converged and fitted.n_data == n
+        fitted = fitted_of(name)
+        n = count(CASES[name].data)
+        assert fitted.converged
+        assert fitted.n_data == n
         shown = repr(fitted)
-        assert type(fitted).__name__ in shown and f"N={n}" in shown and "converged=True" in shown
-        assert f"{fitted.objective} {fitted.history[-1]:.6g}" in shown and fitted.note in shown
+        assert type(fitted).__name__ in shown
+        assert f"N={n}" in shown
+        assert "converged=True" in shown
+        assert f"{fitted.objective} {fitted.history[-1]:.6g}" in shown
+        assert fitted.note in shown
         with pytest.raises(AttributeError, match="has 'covarance'"):
             _ = fitted.covarance
 
     def test_it_rises_to_the_same_from_the_same_start(self, name: str) -> None:
-        case, history = CASES[name], fitted_of(name).history
+        case = CASES[name]
+        history = fitted_of(name).history
         assert torch.equal(numbers(fitted_of(name).q), numbers(case.fit(case.data).q))
         if case.bound:
             assert np.diff(history, prepend=history[0]).min() > -1e-9 * (1 + abs(history[-1]))
@@ -206,7 +215,9 @@ class TestFittedContract:
             return
         with pytest.warns(NotConverged, match="raise max_iter"):
             hasty = case.fit(case.data, progress=False, **{case.most: 1})
-        assert not hasty.converged and len(hasty.history) == 1 and capfd.readouterr().err == ""
+        assert not hasty.converged
+        assert len(hasty.history) == 1
+        assert capfd.readouterr().err == ""
         for wrong, word in (({case.most: 0}, "max_iter must be a positive"), ({"tol": "a"}, "tol")):
             with pytest.raises(InputError, match=word):
                 case.fit(case.data, **wrong)
@@ -216,7 +227,8 @@ class TestFittedContract:
         assert capfd.readouterr().err
 
     def test_prior_and_sites_add_up(self, name: str) -> None:
-        fitted, close = fitted_of(name), CASES[name].adds_up
+        fitted = fitted_of(name)
+        close = CASES[name].adds_up
         leaves = torch.utils._pytree.tree_leaves(fitted.sites)
         assert all(len(leaf) == fitted.n_data for leaf in leaves)
         if close is not None:
@@ -229,34 +241,40 @@ class TestFittedContract:
         fitted = fitted_of(name)
         assert fitted.without([]) is fitted.q or name == "Kalman"
         mask = np.isin(np.arange(fitted.n_data), GONE)
-        wanted = numbers(fitted.without(GONE))
+        expected = numbers(fitted.without(GONE))
         for chosen in (mask, torch.tensor(GONE), [*GONE, *GONE]):
-            torch.testing.assert_close(numbers(fitted.without(chosen)), wanted, rtol=0, atol=0)
+            torch.testing.assert_close(numbers(fitted.without(chosen)), expected, rtol=0, atol=0)
         for wrong in ([fitted.n_data], [-1], np.ones(fitted.n_data + 1, dtype=bool)):
             with pytest.raises(InputError, match=r"example|entries"):
                 fitted.without(wrong)
 
     def test_an_example_left_out_is_foretold_without_it(self, name: str) -> None:
         fitted = fitted_of(name)
-        data, left_out, before = fitted.data, fitted.left_out(), fitted.log_predictive(fitted.data)
+        data = fitted.data
+        left_out = fitted.left_out()
+        before = fitted.log_predictive(fitted.data)
         assert left_out.shape == before.shape == (fitted.n_data,)
-        assert bool(left_out.isfinite().all()) and float((before - left_out).sum()) > 0
+        assert bool(left_out.isfinite().all())
+        assert float((before - left_out).sum()) > 0
         for i in (0, fitted.n_data - 1):
-            q, one = fitted.without([i]), torch.tensor([i])
+            q = fitted.without([i])
+            one = torch.tensor([i])
             series = name == "Kalman"
-            wanted = fitted.predictive(q, data if series else rows(data, one))
-            wanted = wanted[one] if series else wanted
-            torch.testing.assert_close(left_out[one], wanted, rtol=1e-8, atol=1e-8)
+            expected = fitted.predictive(q, data if series else rows(data, one))
+            expected = expected[one] if series else expected
+            torch.testing.assert_close(left_out[one], expected, rtol=1e-8, atol=1e-8)
 
     def test_taking_out_leads_to_fitting_again(self, name: str) -> None:
         """At once where it is exact; else the first step is nearer, and the last is there."""
-        fitted, again, case = fitted_of(name), rest_of(name), CASES[name]
+        fitted = fitted_of(name)
+        again = rest_of(name)
+        case = CASES[name]
         *_, last = path = [*fitted.refitted(GONE, steps=1 if case.exact else case.steps)]
         torch.testing.assert_close(numbers(path[0]), numbers(fitted.without(GONE)))
         data = fitted.data
-        wanted = again.log_predictive(data)
+        expected = again.log_predictive(data)
         far, first, rest = (
-            float((fitted.predictive(q, data) - wanted).norm()) for q in (fitted.q, path[0], last)
+            float((fitted.predictive(q, data) - expected).norm()) for q in (fitted.q, path[0], last)
         )
         if case.exact:
             torch.testing.assert_close(numbers(path[0]), numbers(again.q), rtol=1e-9, atol=1e-9)
@@ -269,13 +287,15 @@ class TestFittedContract:
         """Taken out and added again."""
         if name == "Kalman":  # they come behind the others
             return
-        fitted, rest, case = fitted_of(name), rest_of(name), CASES[name]
+        fitted = fitted_of(name)
+        rest = rest_of(name)
+        case = CASES[name]
         more = rows(case.data, torch.tensor(GONE))
         *_, back = rest.refitted(add=more, steps=case.steps)
         if name not in ("online Newton", "process"):  # sees them last; knows f where it was before
-            wanted = fitted.log_predictive(fitted.data)
-            found = rest.predictive(back, fitted.data)
-            torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+            expected = fitted.log_predictive(fitted.data)
+            actual = rest.predictive(back, fitted.data)
+            torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
         with pytest.raises(BLRError):
             list(fitted.refitted(add=broken(more, math.inf)))
 
@@ -299,16 +319,19 @@ def coin() -> Fitted[fam.Beta]:
 
 
 def test_a_fit_answers_as_its_posterior_does() -> None:
-    fitted, factors = coin(), fitted_of("VMP")
+    fitted = coin()
+    factors = fitted_of("VMP")
     assert (float(fitted.a), float(fitted.entropy())) == (4.0, float(fitted.q.entropy()))
     assert factors["weights"] is factors.q["weights"]
 
 
 def test_many_examples_are_added_up_in_parts() -> None:
     n = 2 * CHUNK + 1
-    many, ones = Conjugate(COIN_PRIOR, bernoulli()).fit(torch.arange(n) % 2), n // 2
+    many = Conjugate(COIN_PRIOR, bernoulli()).fit(torch.arange(n) % 2)
+    ones = n // 2
     torch.testing.assert_close(many.without(range(n)).natural, COIN_PRIOR.natural)
-    heads, tails = many.left_out()[1::2].unique(), many.left_out()[::2].unique()
+    heads = many.left_out()[1::2].unique()
+    tails = many.left_out()[::2].unique()
     assert float(heads) == pytest.approx(math.log(ones / (n + 1)))
     assert float(tails) == pytest.approx(math.log((n - ones) / (n + 1)))
 
@@ -326,12 +349,14 @@ def test_a_mean_field_moves_only_the_factors_with_sites() -> None:
 def test_iterations_stop_when_the_objective_rests() -> None:
     values = [0.0, 1.0, 1.15, 1.2, 9.0]
     run = until_flat(values.__getitem__, "bound", max_iter=5, tol=0.1)
-    assert run["history"] == [0.0, 1.0, 1.15, 1.2] and run["converged"]
+    assert run["history"] == [0.0, 1.0, 1.15, 1.2]
+    assert run["converged"]
     run = until_flat(values.__getitem__, "bound", 10, max_iter=5, tol=0.1)
     assert run["history"] == [0.0, 1.0]
     with pytest.warns(NotConverged, match="the bound still changed by more than 0.1"):
         run = until_flat(float, "bound", max_iter=3, tol=0.1)
-    assert run["history"] == [0.0, 1.0, 2.0] and not run["converged"]
+    assert run["history"] == [0.0, 1.0, 2.0]
+    assert not run["converged"]
     run = until_flat(lambda t: 0.0, "bound", max_iter=3, tol=0.1, noisy=True)
     assert run == {"history": [0.0] * 3, "objective": "bound", "converged": False}
 
@@ -340,9 +365,10 @@ def test_the_table_says_what_each_example_did() -> None:
     """Beta(1, 1) and three heads of four: 4/6 for a head, 3/5 without it; 2/6 for the tail, 1/5."""
     table = coin().table
     assert table["index"].tolist() == [0, 1, 2, 3]
-    heads, tails = np.log([2 / 3, 3 / 5, 10 / 9]), np.log([1 / 3, 1 / 5, 5 / 3])
-    found = table[["log_predictive", "left_out", "gain"]].to_numpy()
-    np.testing.assert_allclose(found, [heads, tails, heads, heads])
+    heads = np.log([2 / 3, 3 / 5, 10 / 9])
+    tails = np.log([1 / 3, 1 / 5, 5 / 3])
+    actual = table[["log_predictive", "left_out", "gain"]].to_numpy()
+    np.testing.assert_allclose(actual, [heads, tails, heads, heads])
 
 
 @pytest.mark.parametrize("converged", [True, False])
@@ -357,7 +383,8 @@ def test_the_picture_shows_the_history(converged: bool) -> None:
 @pytest.mark.parametrize("name", ["skew normal", "topics"])
 def test_results_show_what_to_know_of_them(name: str) -> None:
     fitted = fitted_of(name)
-    loo, scores = blr.leave_one_out(None, fitted), blr.sensitivity(None, fitted)
+    loo = blr.leave_one_out(None, fitted)
+    scores = blr.sensitivity(None, fitted)
     assert all("one step" in repr(result) for result in (fitted, loo, scores))
     assert "one step" in fitted.table.attrs["note"]
     torch.testing.assert_close(-loo.losses, fitted.left_out())

@@ -41,19 +41,23 @@ def test_newton_solves_ridge_regression_in_one_step() -> None:
 def test_newton_on_logistic_regression_converges_quadratically() -> None:
     features, target = load_breast_cancer(return_X_y=True)
     features = (features - features.mean(0)) / features.std(0)
-    x, sign = torch.tensor(features), torch.tensor(2.0 * target - 1)
+    x = torch.tensor(features)
+    sign = torch.tensor(2.0 * target - 1)
     peer = LogisticRegression(C=0.1, fit_intercept=False, tol=1e-12, max_iter=10_000)
     reference = torch.tensor(peer.fit(features, target).coef_[0])
 
     def loss(t: Tensor) -> Tensor:
         return torch.nn.functional.softplus(-sign * (x @ t)).sum() + 5 * t @ t
 
-    q, errors, rule = normal(30), [], VariationalNewton(look="mean", rho=1.0)
+    q = normal(30)
+    errors = []
+    rule = VariationalNewton(look="mean", rho=1.0)
     for _ in range(4):
         q = rule.fit(loss, q, max_iter=2, tol=math.inf).q
         errors.append(float((q.mean - reference).norm()))
     # Two steps at a time: each error is below the square of the one before.
-    assert errors[1] < errors[0] ** 2 and errors[-1] < 1e-6
+    assert errors[1] < errors[0] ** 2
+    assert errors[-1] < 1e-6
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -80,7 +84,8 @@ def wells(t: Tensor) -> Tensor:
 
 
 def himmelblau(t: Tensor) -> Tensor:
-    x, y = t[0], t[1]
+    x = t[0]
+    y = t[1]
     return (x * x + y - 11) ** 2 + (x + y * y - 7) ** 2
 
 
@@ -112,7 +117,8 @@ def test_every_minimum_has_a_component_from_overlapping_ones(name: str) -> None:
     first = spread * torch.randn(count, len(known[0]), generator=generator, dtype=F64)
     rule = MultimodalOptimisation(temperature=temperature, n_iter=steps, samples=4)
     fitted = rule.fit(loss, first, precision=precision, generator=generator, progress=False)
-    assert len(fitted.history) == steps and overlap(first, precision) > 0.8
+    assert len(fitted.history) == steps
+    assert overlap(first, precision) > 0.8
     assert not (beside(known, first) < near).all()
     assert (beside(known, fitted.q.components.mean) < near).all()
 
@@ -122,8 +128,9 @@ def test_every_minimum_has_a_component_from_overlapping_ones(name: str) -> None:
 def test_minima_are_polished_and_counted_once(name: str) -> None:
     loss, known, *_ = CASES[name]
     near = torch.tensor([*known, *known[:2]], dtype=F64)
-    found = minima(loss, near + 0.03 * draws(*near.shape))
-    assert len(found) == len(known) and float(beside(known, found).amax()) < 1e-3
+    actual = minima(loss, near + 0.03 * draws(*near.shape))
+    assert len(actual) == len(known)
+    assert float(beside(known, actual).amax()) < 1e-3
 
 
 def test_the_delta_method_is_newtons_at_each_mean() -> None:
@@ -131,7 +138,8 @@ def test_the_delta_method_is_newtons_at_each_mean() -> None:
     rule = MultimodalOptimisation(look="mean", rho=0.2, n_iter=1)
     at = torch.ones(1, 1, dtype=F64)
     parts = rule.fit(wells, at, precision=3.0, progress=False).q.components
-    slope, bend = (1 - 4) * 1 / 2, (3 - 4) / 2
+    slope = (1 - 4) * 1 / 2
+    bend = (3 - 4) / 2
     change = bend - 3.0
     precision = 3.0 + 0.2 * change + 0.5 * 0.04 * change**2 / 3.0
     assert float(parts.precision) == pytest.approx(precision, rel=1e-12)
@@ -164,6 +172,6 @@ def test_one_component_is_the_rule_for_one_gaussian() -> None:
 )
 def test_a_descent_ends_at_minima_alone(loss: Any, starts: list[float], place: Any) -> None:
     """Where the loss is finite and at rest, whatever its units."""
-    found = minima(loss, torch.tensor(starts, dtype=F64).unsqueeze(1))
-    wanted = torch.empty(0, 1) if place is None else torch.tensor([[place]])
-    torch.testing.assert_close(found, wanted.double())
+    actual = minima(loss, torch.tensor(starts, dtype=F64).unsqueeze(1))
+    expected = torch.empty(0, 1) if place is None else torch.tensor([[place]])
+    torch.testing.assert_close(actual, expected.double())

@@ -14,7 +14,8 @@ from sklearn.decomposition import LatentDirichletAllocation
 from blr_analysis.learning_rule.families.dirichlet import Dirichlet
 from blr_analysis.learning_rule.inference import LDA
 
-K, V = 4, 60
+K = 4
+V = 60
 
 
 def corpus(n: int, seed: int = 0) -> sp.csr_matrix:
@@ -55,7 +56,8 @@ def test_a_step_is_scikit_learns(turns):
 
 
 def test_a_sequence_of_steps_is_scikit_learns():
-    counts, q = corpus(120), START
+    counts = corpus(120)
+    q = START
     options = dict(doc_topic_prior=0.3, topic_word_prior=0.05)
     options |= dict(learning_decay=0.9, learning_offset=3.0)
     model = theirs(total_samples=120, batch_size=30, **options).partial_fit(counts.astype(float))
@@ -67,7 +69,8 @@ def test_a_sequence_of_steps_is_scikit_learns():
 
 
 def test_transform_perplexity_and_history_are_scikit_learns():
-    counts, held_out = corpus(80), corpus(37, seed=1)
+    counts = corpus(80)
+    held_out = corpus(37, seed=1)
     model = theirs(learning_method="batch", max_iter=1).fit(counts.astype(float))
     one = partial(LDA(K).fit, counts, passes=1, batch_size=None, progress=False)
     fitted = one(start=START)
@@ -84,7 +87,8 @@ def test_in_batches_of_everything_the_elbo_never_falls(alpha):
     lda = LDA(K, doc_topic_prior=alpha, local_tol=1e-9, max_local_iter=2000)
     fitted = lda.fit(corpus(15), passes=12, batch_size=None, progress=False)
     steps = np.diff(fitted.history)
-    assert len(steps) == 11 and steps.min() >= -1e-9 * abs(fitted.history[-1])
+    assert len(steps) == 11
+    assert steps.min() >= -1e-9 * abs(fitted.history[-1])
     assert fitted.history[-1] > fitted.history[0] + 0.05
 
 
@@ -102,10 +106,10 @@ def test_taking_documents_out_is_the_first_step_of_fitting_the_rest(settled):
     counts, lda, fitted = settled
     for gone in ([0], [3, 17, 29]):
         rest = counts[np.setdiff1d(np.arange(40), gone)]
-        wanted = lda.step(fitted.q, rest).concentration
-        found = fitted.without(gone).concentration
-        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
-        moved = (fitted.q.concentration - found).sum()
+        expected = lda.step(fitted.q, rest).concentration
+        actual = fitted.without(gone).concentration
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
+        moved = (fitted.q.concentration - actual).sum()
         assert float(moved) == pytest.approx(counts[gone].sum(), rel=1e-9)
     for_each_word = torch.tensor(counts.toarray()).double()
     torch.testing.assert_close(fitted.sites["log"].sum(1), for_each_word, rtol=1e-9, atol=1e-9)
@@ -114,15 +118,20 @@ def test_taking_documents_out_is_the_first_step_of_fitting_the_rest(settled):
 def by_hand(topics: np.ndarray, counts: np.ndarray, alpha: float, gamma: np.ndarray) -> tuple:
     """The bound of one document, E_q[log β] in it; the same with β integrated; γ; n_w φ_wk."""
     words = np.flatnonzero(counts)
-    n, psi, log_gamma = counts[words], special.psi, special.gammaln
-    logs, totals = psi(topics[:, words]) - psi(topics.sum(1))[:, None], topics.sum(1)
+    n = counts[words]
+    psi = special.psi
+    log_gamma = special.gammaln
+    logs = psi(topics[:, words]) - psi(topics.sum(1))[:, None]
+    totals = topics.sum(1)
     for _ in range(20_000):
         score = psi(gamma)[:, None] + logs
         phi = np.exp(score - special.logsumexp(score, 0))
-        last, gamma = gamma, alpha + (n * phi).sum(1)
+        last = gamma
+        gamma = alpha + (n * phi).sum(1)
         if np.abs(gamma - last).max() < 1e-13:
             break
-    theta, prior = psi(gamma) - psi(gamma.sum()), np.full(len(gamma), alpha)
+    theta = psi(gamma) - psi(gamma.sum())
+    prior = np.full(len(gamma), alpha)
     joint = (n * phi * (logs + theta[:, None])).sum() + ((prior - gamma) * theta).sum()
     entropy = -(n * special.xlogy(phi, phi)).sum()
     norms = [log_gamma(c).sum() - log_gamma(c.sum()) for c in (prior, gamma)]
@@ -136,27 +145,31 @@ def by_hand(topics: np.ndarray, counts: np.ndarray, alpha: float, gamma: np.ndar
 def test_left_out_documents_by_hand(settled):
     """Each under λ − λ̃_d, its factors found afresh."""
     matrix, _, fitted = settled
-    dense, topics = matrix.toarray().astype(float), fitted.q.concentration.numpy()
-    left_out, before = fitted.left_out(), fitted.log_predictive(matrix)
+    dense = matrix.toarray().astype(float)
+    topics = fitted.q.concentration.numpy()
+    left_out = fitted.left_out()
+    before = fitted.log_predictive(matrix)
     for d in range(0, 40, 3):
         *_, sites = by_hand(topics, dense[d], 0.25, np.ones(K))
         less = topics.copy()
         less[:, np.flatnonzero(dense[d])] -= sites
-        for under, found in ((topics, before), (less, left_out)):
-            wanted = by_hand(under, dense[d], 0.25, np.ones(K))[1]
-            assert float(found[d]) == pytest.approx(wanted, rel=1e-7)
+        for under, actual in ((topics, before), (less, left_out)):
+            expected = by_hand(under, dense[d], 0.25, np.ones(K))[1]
+            assert float(actual[d]) == pytest.approx(expected, rel=1e-7)
     assert float((before - left_out).min()) > 0
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_every_form_of_counts_is_read_alike():
-    counts, fit = corpus(12), partial(LDA(2).fit, passes=2, batch_size=5, progress=False)
-    dense, wanted = torch.tensor(counts.toarray()), fit(counts)
+    counts = corpus(12)
+    fit = partial(LDA(2).fit, passes=2, batch_size=5, progress=False)
+    dense = torch.tensor(counts.toarray())
+    expected = fit(counts)
     forms = [counts.tocoo(), counts.tocsc(), sp.csr_array(counts.astype(np.uint16)), dense]
     forms += [dense.to_sparse(), dense.float().to_sparse_csr(), dense.numpy(), dense.tolist()]
-    for found in map(fit, forms):
-        torch.testing.assert_close(found.q.concentration, wanted.q.concentration)
-        assert found.history == pytest.approx(wanted.history, rel=1e-12)
+    for actual in map(fit, forms):
+        torch.testing.assert_close(actual.q.concentration, expected.q.concentration)
+        assert actual.history == pytest.approx(expected.history, rel=1e-12)
 
 
 def test_tables_of_words():

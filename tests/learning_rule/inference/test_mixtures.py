@@ -61,13 +61,19 @@ def covariances(q: fam.GaussianMixture, covariance: str) -> np.ndarray:
 def test_every_iteration_equals_scikit_learn(
     data: Tensor, k: int, covariance: str, floor: float
 ) -> None:
-    start, steps = started(data, covariance, k, seed=k), 25
+    start = started(data, covariance, k, seed=k)
+    steps = 25
     precision = start.components.precision.numpy()
     peer = Peer(
-        n_components=k, covariance_type=covariance, reg_covar=floor, tol=0, max_iter=steps,
-        weights_init=start.weights.numpy(), means_init=start.components.mean.numpy(),
+        n_components=k,
+        covariance_type=covariance,
+        reg_covar=floor,
+        tol=0,
+        max_iter=steps,
+        weights_init=start.weights.numpy(),
+        means_init=start.components.mean.numpy(),
         precisions_init=precision[:, 0] if covariance == "spherical" else precision,
-    ).fit(data.numpy())  # fmt: skip
+    ).fit(data.numpy())
     model = GaussianMixtureEM(k, covariance, floor=floor)
     fitted = model.fit(data, start=start, max_iter=steps, tol=0)
     assert len(fitted.history) == len(peer.lower_bounds_) == steps  # still rising
@@ -82,17 +88,22 @@ def test_every_iteration_equals_scikit_learn(
 
 def test_online_em_is_the_average_of_expected_statistics() -> None:
     """Cappé & Moulines, 2009, written out in numpy over the same minibatches."""
-    start, steps, size = started(IRIS, "full", 3, seed=1), 12, 40
+    start = started(IRIS, "full", 3, seed=1)
+    steps = 12
+    size = 40
 
     def rho(t: int) -> float:
         return (t + 1) ** -0.6
 
-    draw, model = seeded(5), GaussianMixtureEM(3, floor=0.01)
+    draw = seeded(5)
+    model = GaussianMixtureEM(3, floor=0.01)
     how = {"rho": rho, "batch": size, "max_iter": steps}
     fitted = model.fit(IRIS, start=start, generator=seeded(5), **how)
-    weights, means = start.weights.numpy(), start.components.mean.numpy()
+    weights = start.weights.numpy()
+    means = start.components.mean.numpy()
     covs = start.components.covariance.numpy()
-    count, linear = weights.copy(), weights[:, None] * means
+    count = weights.copy()
+    linear = weights[:, None] * means
     square = weights[:, None, None] * (covs + means[:, :, None] * means[:, None])
     for t in range(1, steps + 1):
         y = IRIS[torch.randperm(150, generator=draw)[:size]].numpy()
@@ -103,7 +114,8 @@ def test_online_em_is_the_average_of_expected_statistics() -> None:
         count += rho(t) * (r.mean(0) - count)
         linear += rho(t) * (r.T @ y / size - linear)
         square += rho(t) * (np.einsum("nk,ni,nj->kij", r, y, y) / size - square)
-        weights, means = count / count.sum(), linear / count[:, None]
+        weights = count / count.sum()
+        means = linear / count[:, None]
         covs = square / count[:, None, None] - means[:, :, None] * means[:, None]
         covs = covs + 0.01 * np.eye(4)
     assert not fitted.converged
@@ -113,9 +125,12 @@ def test_online_em_is_the_average_of_expected_statistics() -> None:
 
 
 def test_generalised_em_rises_in_smaller_steps_to_the_same_rest() -> None:
-    start, model = started(WINE, "diag", 2, seed=2), GaussianMixtureEM(2, "diag", floor=1e-9)
+    start = started(WINE, "diag", 2, seed=2)
+    model = GaussianMixtureEM(2, "diag", floor=1e-9)
     whole, part = (model.fit(WINE, start=start, rho=r, tol=1e-10) for r in (1.0, 0.4))
-    assert whole.converged and part.converged and np.diff(part.history).min() > -1e-9
+    assert whole.converged
+    assert part.converged
+    assert np.diff(part.history).min() > -1e-9
     assert part.history[-1] == pytest.approx(whole.history[-1], abs=1e-5)
     assert part.history[1] < whole.history[1]
     without = [f.without([0, 5]).components.mean for f in (whole, part)]
@@ -133,13 +148,13 @@ def test_taking_examples_out_is_an_m_step_without_them(covariance: str) -> None:
     torch.testing.assert_close(q.components.mean, mean)
     torch.testing.assert_close(q.weights, weights.mean(0))
     for k in range(3):
-        wanted = np.cov(IRIS[keep].T, bias=True, aweights=weights[:, k])
-        wanted = wanted + 1e-6 * np.eye(4)
+        reference = np.cov(IRIS[keep].T, bias=True, aweights=weights[:, k])
+        reference = reference + 1e-6 * np.eye(4)
         if covariance == "diag":
-            wanted = wanted.diagonal()
+            reference = reference.diagonal()
         if covariance == "spherical":
-            wanted = wanted.diagonal().mean()
-        np.testing.assert_allclose(covariances(q, covariance)[k], wanted, rtol=1e-9)
+            reference = reference.diagonal().mean()
+        np.testing.assert_allclose(covariances(q, covariance)[k], reference, rtol=1e-9)
 
 
 # Factor analysis against scikit-learn's, probabilistic PCA against its closed form.
@@ -151,11 +166,13 @@ def test_factor_analysis_against_scikit_learn() -> None:
     theirs = Sklearns(2, tol=1e-12, max_iter=20000, svd_method="lapack").fit(y.numpy())
     assert fitted.converged
     assert fitted.history[-1] / len(y) == pytest.approx(theirs.score(y.numpy()), abs=1e-5)
-    found = torch.linalg.inv(fitted.q.marginal.precision)
-    torch.testing.assert_close(found, torch.tensor(theirs.get_covariance()), rtol=0, atol=2e-3)
+    actual = torch.linalg.inv(fitted.q.marginal.precision)
+    torch.testing.assert_close(actual, torch.tensor(theirs.get_covariance()), rtol=0, atol=2e-3)
     z = torch.tensor(theirs.transform(y.numpy()))
-    gram, wanted = fitted.factors(y) @ fitted.factors(y).mT, z @ z.mT  # W has any rotation
-    assert (gram - wanted).norm() < 1e-2 * wanted.norm()
+    # W has any rotation
+    gram = fitted.factors(y) @ fitted.factors(y).mT
+    reference = z @ z.mT
+    assert (gram - reference).norm() < 1e-2 * reference.norm()
 
 
 def test_probabilistic_pca_has_its_closed_form() -> None:
@@ -195,21 +212,28 @@ def soft(n: int, k: int, seed: int) -> Tensor:
 def test_message_passing_equals_scikit_learn(
     k: int, columns: int, seed: int, iterations: int
 ) -> None:
-    data, model, start = IRIS[:, :columns], model_of(k, columns), soft(150, k, seed)
+    data = IRIS[:, :columns]
+    model = model_of(k, columns)
+    start = soft(150, k, seed)
     prior = model.component
     peer = SameStart(
-        n_components=k, reg_covar=0, tol=0, max_iter=iterations,
+        n_components=k,
+        reg_covar=0,
+        tol=0,
+        max_iter=iterations,
         degrees_of_freedom_prior=float(prior.dof),
-        weight_concentration_prior_type="dirichlet_distribution", weight_concentration_prior=0.7,
-        mean_prior=prior.mean.numpy(), mean_precision_prior=float(prior.kappa),
+        weight_concentration_prior_type="dirichlet_distribution",
+        weight_concentration_prior=0.7,
+        mean_prior=prior.mean.numpy(),
+        mean_precision_prior=float(prior.kappa),
         covariance_prior=prior.rate.numpy(),
-    )  # fmt: skip
+    )
     peer.start = start.numpy()
     peer.fit(data.numpy())
     fitted = model.fit(data, start=start, max_iter=iterations, tol=0)
     assert len(fitted.history) >= min(iterations, 10)
     nodes = fitted.q["components"]
-    for found, wanted in (
+    for actual, reference in (
         (fitted.q["weights"].concentration, peer.weight_concentration_),
         (nodes.mean, peer.means_),
         (nodes.kappa, peer.mean_precision_),
@@ -217,13 +241,15 @@ def test_message_passing_equals_scikit_learn(
         (nodes.rate, peer.covariances_ * peer.degrees_of_freedom_[:, None, None]),
         (fitted.responsibilities(data), peer.predict_proba(data.numpy())),
     ):
-        np.testing.assert_allclose(found, wanted.reshape(found.shape), rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(actual, reference.reshape(actual.shape), rtol=1e-6, atol=1e-7)
 
 
 def test_the_bound_rises_and_stays_below_the_evidence() -> None:
     """Six examples in two classes: the evidence is a sum over all 2⁶ assignments."""
-    data, model = IRIS[[0, 1, 60, 61, 120, 121], :2], model_of(2, 2)
-    of_class, terms = inf.Conjugate(model.component, inf.gaussian()), []
+    data = IRIS[[0, 1, 60, 61, 120, 121], :2]
+    model = model_of(2, 2)
+    of_class = inf.Conjugate(model.component, inf.gaussian())
+    terms = []
     for classes in itertools.product([0, 1], repeat=6):
         chosen = torch.tensor(classes)
         counts = torch.bincount(chosen, minlength=2).double()
@@ -240,14 +266,15 @@ def test_the_bound_rises_and_stays_below_the_evidence() -> None:
 
 def test_the_predictive_is_a_mixture_of_students() -> None:
     fitted = model_of(3, 4).fit(IRIS, start=soft(150, 3, 5))
-    weights, nodes = fitted.q["weights"].mean, fitted.q["components"]
-    wanted = 0.0
+    weights = fitted.q["weights"].mean
+    nodes = fitted.q["components"]
+    reference = 0.0
     for k in range(3):
         dof = float(nodes.dof[k]) - 3
         shape = nodes.rate[k] * (1 + 1 / nodes.kappa[k]) / dof
         density = multivariate_t(nodes.mean[k].numpy(), shape.numpy(), dof).pdf(IRIS.numpy())
-        wanted = wanted + float(weights[k]) * density
-    np.testing.assert_allclose(fitted.log_predictive(IRIS), np.log(wanted), rtol=1e-9)
+        reference = reference + float(weights[k]) * density
+    np.testing.assert_allclose(fitted.log_predictive(IRIS), np.log(reference), rtol=1e-9)
 
 
 def test_priors_for_the_data_are_scikit_learns() -> None:
@@ -282,8 +309,11 @@ def every_path(q: dict, data: Tensor) -> tuple[Tensor, dict, Tensor]:
         c.digamma() - c.sum(-1, keepdim=True).digamma()
         for c in (q[name].concentration for name in ("initial", "transition"))
     )
-    a, b = q["emission"].shape, q["emission"].rate
-    logs, starts, counts = [], torch.zeros(2).double(), torch.zeros(2, 2).double()
+    a = q["emission"].shape
+    b = q["emission"].rate
+    logs = []
+    starts = torch.zeros(2).double()
+    counts = torch.zeros(2, 2).double()
     classes = torch.zeros(*data.shape, 2).double()
     for s, y in enumerate(data):
         told = y[:, None] * (a.digamma() - b.log()) - a / b - (y[:, None] + 1).lgamma()
@@ -327,7 +357,8 @@ def exact_predictive(q: dict, series: Tensor) -> Tensor:
     """log ∫ p(y | θ) q(θ) dθ: Pólya's urns and gamma-Poisson counts, summed over all paths."""
     terms = []
     for path in itertools.product(range(2), repeat=len(series)):
-        moves, at = torch.zeros(2, 2).double(), torch.eye(2).double()[list(path)]
+        moves = torch.zeros(2, 2).double()
+        at = torch.eye(2).double()[list(path)]
         for k, j in itertools.pairwise(path):
             moves[k, j] += 1
         seen = {
@@ -347,8 +378,8 @@ def test_what_is_foretold_is_a_close_bound() -> None:
     """Below the sum over all paths, above the bound with θ's own average, and examples leave."""
     model, _, fitted = chain()
     new = torch.tensor([[6, 5, 1, 0], [0, 1, 7, 6]])
-    found = fitted.log_predictive(new)
+    actual = fitted.log_predictive(new)
     exact = torch.stack([exact_predictive(fitted.q, y) for y in new.double()])
     loose = model.local({n: q.expectation for n, q in fitted.q.items()}, new.double())
-    assert bool((loose < found).all() and (found < exact).all())
-    assert (exact - found).max() < 0.2 * (exact - loose).min()
+    assert bool((loose < actual).all() and (actual < exact).all())
+    assert (exact - actual).max() < 0.2 * (exact - loose).min()

@@ -19,10 +19,13 @@ from blr_analysis.learning_rule.inference.fitted import until_flat
 
 X = draws(20, 2)
 Y = (X[:, 0] > 0).double()
-BETA, GAMMA, CLASSES = Beta(ONE, ONE), Gamma(ONE, ONE), Dirichlet(torch.ones(3, dtype=F64))
+BETA = Beta(ONE, ONE)
+GAMMA = Gamma(ONE, ONE)
+CLASSES = Dirichlet(torch.ones(3, dtype=F64))
 EYE = torch.eye(2)
 ALIKE = torch.full((20, 2), 0.5)
-FAR, ALONE = torch.cat([X, 1e3 + X[:1]]), EYE.double()[[0] * 20 + [1]]
+FAR = torch.cat([X, 1e3 + X[:1]])
+ALONE = EYE.double()[[0] * 20 + [1]]
 VMP = inf.BayesianGaussianMixture(WEIGHTS, WISHART)
 EM = inf.GaussianMixtureEM(2)
 GLM = inf.GeneralizedLinear(normal(2))

@@ -32,7 +32,8 @@ def numbers(q: SkewNormal) -> np.ndarray:
 def one_weight(x: list[float], y: list[float], likelihood: str, precision: float) -> tuple:
     """A regression with one weight: log p(y, θ), and its best Gaussian by the rule in site form."""
     prior = normal(1, precision)
-    inputs, targets = torch.tensor(x).double(), torch.tensor(y).double()
+    inputs = torch.tensor(x).double()
+    targets = torch.tensor(y).double()
     model = GeneralizedLinear(prior, likelihood)
     fitted = model.fit((inputs.unsqueeze(-1), targets), tol=1e-12)
 
@@ -52,7 +53,8 @@ def separable_iris() -> tuple:
 @settings(max_examples=25, deadline=None)
 @given(members)
 def test_density_maps_and_moments(member: tuple[float, float, float]) -> None:
-    q, (m, a, s) = skew(*member), member
+    q = skew(*member)
+    m, a, s = member
     width = math.hypot(a, s**-0.5)
     peer = stats.skewnorm(a * math.sqrt(s), loc=m, scale=width)
     square = peer.var() + peer.mean() ** 2
@@ -74,7 +76,8 @@ def test_density_maps_and_moments(member: tuple[float, float, float]) -> None:
 def test_a_target_in_the_family_is_found() -> None:
     target = skew(1.0, 2.0, 3.0)
     fitted = fit_skew_normal(lambda t: target.log_prob(t) - 5.0, skew(0.0, 1.0, 1.0), tol=1e-13)
-    assert fitted.converged and fitted.history[-1] == pytest.approx(-5.0, abs=1e-9)
+    assert fitted.converged
+    assert fitted.history[-1] == pytest.approx(-5.0, abs=1e-9)
     assert np.allclose(numbers(fitted.q), numbers(target), rtol=0, atol=1e-3)
     still = skew_step(target, target.log_prob, 0.7)
     assert np.allclose(numbers(still), numbers(target), rtol=0, atol=1e-9)
@@ -92,14 +95,16 @@ def test_optimum_by_direct_search(problem: tuple, side: float, reach: tuple) -> 
     """The ELBO of scipy's skew normal, by Simpson's rule, cannot be raised above the rule's; it is
     nearer to the evidence than the best Gaussian's."""
     log_joint, gaussian = problem
-    mean, std = float(gaussian.q.mean), float(gaussian.q.covariance) ** 0.5
+    mean = float(gaussian.q.mean)
+    std = float(gaussian.q.covariance) ** 0.5
     fitted = fit_skew_normal(log_joint, skew(mean, side * std, std**-2), rho=1.0, tol=1e-11)
     places = np.linspace(*reach, 10_001)
     evidence = np.log(integrate.simpson(log_joint(torch.tensor(places)).exp().numpy(), x=places))
     assert 0 < evidence - fitted.history[-1] < 0.1 * (evidence - gaussian.history[-1])
 
     def negative(z: np.ndarray) -> float:
-        a, width = z[1], math.hypot(z[1], math.exp(z[2]))
+        a = z[1]
+        width = math.hypot(z[1], math.exp(z[2]))
         q = stats.skewnorm(a / math.exp(z[2]), loc=z[0], scale=width)
         grid = q.mean() + 12 * q.std() * np.linspace(-1, 1, 1001)
         log_q = q.logpdf(grid)
@@ -138,9 +143,14 @@ def counts_of(data: tuple[Tensor, Tensor], theta: Tensor) -> Tensor:
 
 def counts_fit(kept: Any) -> Any:
     return fit_skew_normal(
-        log_prior, skew(0.5, -0.3, 5.0), log_likelihood=counts_of, data=(X[kept], Y[kept]),
-        rho=1.0, tol=1e-12, max_iter=5000,
-    )  # fmt: skip
+        log_prior,
+        skew(0.5, -0.3, 5.0),
+        log_likelihood=counts_of,
+        data=(X[kept], Y[kept]),
+        rho=1.0,
+        tol=1e-12,
+        max_iter=5000,
+    )
 
 
 @pytest.mark.slow
@@ -149,14 +159,19 @@ def test_left_out_examples_against_fitting_without_them() -> None:
     fitted = counts_fit(slice(None))
     fall = (fitted.log_predictive((X, Y)) - fitted.left_out()).numpy()
     grid = torch.linspace(-8, 8, 40_001, dtype=torch.float64)
-    told, chosen = counts_of((X, Y), grid), [1, 3, 5, 7]
-    again, exact = [], []
+    told = counts_of((X, Y), grid)
+    chosen = [1, 3, 5, 7]
+    again = []
+    exact = []
     for i in chosen:
-        rest, one = torch.arange(8) != i, (X[i : i + 1], Y[i : i + 1])
+        rest = torch.arange(8) != i
+        one = (X[i : i + 1], Y[i : i + 1])
         again.append(float(counts_fit(rest).log_predictive(one)))
         others = log_prior(grid) + told[rest].sum(0)
         exact.append(float((others + told[i]).logsumexp(0) - others.logsumexp(0)))
     assert np.allclose(again, exact, atol=0.005)
-    fall, truth = fall[chosen], fitted.log_predictive((X, Y)).numpy()[chosen] - again
-    assert truth.max() > 0.2 and np.corrcoef(fall, truth)[0, 1] > 0.99
+    fall = fall[chosen]
+    truth = fitted.log_predictive((X, Y)).numpy()[chosen] - again
+    assert truth.max() > 0.2
+    assert np.corrcoef(fall, truth)[0, 1] > 0.99
     assert (np.abs(fall - truth) < 0.6 * truth + 1e-4).all()  # a first step, for want of all

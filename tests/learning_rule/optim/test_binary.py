@@ -38,13 +38,14 @@ def test_the_slope_keeps_its_digits_where_tanh_rounds_to_one() -> None:
     half_logit = torch.tensor([25.0, -30.0, 12.0])
     assert torch.tanh(half_logit).abs().eq(1).all()  # 1 − μ² is 0 in float32
     noise = torch.tensor([-20.0, 3.0, 0.5])
-    wanted = (half_logit.double().cosh() / (half_logit + noise).double().cosh()) ** 2
-    found = relaxed_slope(half_logit, noise, 1.0)
-    torch.testing.assert_close(found.double(), wanted, rtol=2e-5, atol=0)
+    expected = (half_logit.double().cosh() / (half_logit + noise).double().cosh()) ** 2
+    actual = relaxed_slope(half_logit, noise, 1.0)
+    torch.testing.assert_close(actual.double(), expected, rtol=2e-5, atol=0)
 
 
 def test_draws_have_the_means_of_the_family() -> None:
-    half_logit, count = torch.tensor([-1.2, 0.0, 0.4], dtype=torch.float64), 100_000
+    half_logit = torch.tensor([-1.2, 0.0, 0.4], dtype=torch.float64)
+    count = 100_000
     generator = torch.Generator().manual_seed(3)
     mean = half_logit.tanh()
     error = ((1 - mean**2) / count).sqrt()
@@ -64,9 +65,9 @@ def test_a_step_is_the_rule_for_a_bernoulli() -> None:
     draw("", optimizer, lambda: loss_of(model, 0))
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     optimizer.step()
-    for found, member, g, natural in zip(values(model), q, gradients, prior, strict=True):
-        wanted = blr_step(member, {"indicator": 2 * (g - natural).unsqueeze(-1)}, 0.05)
-        torch.testing.assert_close(found, wanted.log_odds[..., 0] / 2, rtol=1e-12, atol=1e-14)
+    for actual, member, g, natural in zip(values(model), q, gradients, prior, strict=True):
+        expected = blr_step(member, {"indicator": 2 * (g - natural).unsqueeze(-1)}, 0.05)
+        torch.testing.assert_close(actual, expected.log_odds[..., 0] / 2, rtol=1e-12, atol=1e-14)
 
 
 def test_ste_clips_as_binaryconnect() -> None:
@@ -88,7 +89,8 @@ def test_contexts_show_signs_draws_and_means() -> None:
     for _ in range(2):
         with optimizer.sampled_params():
             seen.append(values(model))
-    assert all(p.abs().eq(1).all() for p in seen[0] + seen[1]) and distance(*seen) == 2
+    assert all(p.abs().eq(1).all() for p in seen[0] + seen[1])
+    assert distance(*seen) == 2
     with optimizer.sampled_params(train=True):
         assert 0.1 < flat(model.parameters()).abs().max() < 1
         loss_of(model, 0).backward()

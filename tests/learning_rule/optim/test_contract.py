@@ -46,8 +46,10 @@ def test_takes_the_steps_of_its_paper(name: str) -> None:
     """Weights, and the precision or Hessian that it learns; see
     tests/support/optimizer_papers.py."""
     make, paper, draws = STEPS[name]
-    model, run = network(), Run()
-    optimizer, wanted = make(model, torch.Generator().manual_seed(3)), paper(run)
+    model = network()
+    run = Run()
+    optimizer = make(model, torch.Generator().manual_seed(3))
+    expected = paper(run)
     for t in range(1, 7 if name == "Newton" else 13):
 
         def loss(t: int = t) -> Tensor:
@@ -55,7 +57,7 @@ def test_takes_the_steps_of_its_paper(name: str) -> None:
             return loss_of(model, t)
 
         step(name, optimizer, loss, draws)
-        weights, precision = next(wanted)
+        weights, precision = next(expected)
         torch.testing.assert_close(flat(model.parameters()), weights, rtol=1e-10, atol=1e-12)
         if precision is not None:
             torch.testing.assert_close(learned(model, optimizer), precision, rtol=1e-9, atol=1e-11)
@@ -83,9 +85,9 @@ def test_resumes_to_the_bit(name: str, dtype: torch.dtype) -> None:
     advance(name, other, resumed, 4, 10)
     assert not torch.equal(model[0].weight, middle)
     ends = [(m.state_dict(), o.state_dict()) for m, o in ((model, optimizer), (other, resumed))]
-    (found, kinds), (wanted, same_kinds) = map(tree_flatten, ends)
+    (actual, kinds), (expected, same_kinds) = map(tree_flatten, ends)
     assert kinds == same_kinds
-    for one, two in zip(found, wanted, strict=True):
+    for one, two in zip(actual, expected, strict=True):
         assert torch.equal(one, two) if isinstance(one, Tensor) else one == two
     foreign = make("STE" if name != "STE" else "BayesBiNN", network())
     with pytest.raises(OptimizerError, match="load a state_dict"):
@@ -97,7 +99,8 @@ def test_resumes_to_the_bit(name: str, dtype: torch.dtype) -> None:
 def test_a_closure_is_a_context(name: str, own: bool) -> None:
     """Also one that opens the context itself, and several draws a step."""
     draws = 1 if name in WHOLE else 2
-    (model, optimizer), (other, twin) = trained(name, stop=0), trained(name, stop=0)
+    model, optimizer = trained(name, stop=0)
+    other, twin = trained(name, stop=0)
     optimizer.mc_samples = draws
     for t in range(3):
 
@@ -143,7 +146,8 @@ def test_microbatches_make_one_minibatch(name: str) -> None:
 @pytest.mark.parametrize("name", but(*BY_CLOSURE))
 def test_a_loss_scale_changes_nothing(name: str, unscale: bool, draws: int) -> None:
     """Powers of two change no bit of a product. Rows that cannot take one say so."""
-    (model, optimizer), (other, twin) = trained(name, stop=0), trained(name, stop=0)
+    model, optimizer = trained(name, stop=0)
+    other, twin = trained(name, stop=0)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for t in range(1 if name in UNSCALED else 3):
         for _ in range(1 if name in UNSCALED else draws):
@@ -170,7 +174,8 @@ def test_the_mean_comes_back(name: str, error: Any, monkeypatch: pytest.MonkeyPa
     model, optimizer = trained(name, torch.bfloat16 if name == "IVON" else torch.float32)
     before = held(model, optimizer)
     if error == "restore":
-        original, calls = Draw.restore, []
+        original = Draw.restore
+        calls = []
 
         def interrupted(*args: Any) -> None:
             calls.append(1)
@@ -201,7 +206,8 @@ def test_copies_train_alike(name: str) -> None:
     for m, o in (copy.deepcopy((model, optimizer)), (model, optimizer)):
         advance(name, m, o, 2, 4)
         ends.append(held(m, o))
-    assert same(*ends) and not torch.equal(ends[0][0], network()[0].weight)
+    assert same(*ends)
+    assert not torch.equal(ends[0][0], network()[0].weight)
 
 
 @pytest.mark.parametrize("name", but(*ALONE))
@@ -214,7 +220,8 @@ def test_groups_have_settings_of_their_own(name: str) -> None:
     before = [p.detach().clone() for p in model.parameters()]
     advance(name, model, optimizer, 0, 2)
     moved = [not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
-    assert moved == [False, True, True, False] and frozen not in optimizer.state
+    assert moved == [False, True, True, False]
+    assert frozen not in optimizer.state
     with pytest.raises(InputError, match="beta1"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "beta1": 1.0})
     assert len(optimizer.param_groups) == 2
@@ -226,7 +233,8 @@ def test_groups_have_settings_of_their_own(name: str) -> None:
 def test_a_gradient_that_is_not_finite_moves_nothing(name: str, draws: int, scaled: bool) -> None:
     """An error; with a scaler, a step that is skipped."""
     model, optimizer = trained(name)
-    before, scaler = held(model, optimizer), torch.amp.GradScaler("cpu", 4.0, enabled=scaled)
+    before = held(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu", 4.0, enabled=scaled)
     for number in range(1 if name in WHOLE else draws):
         bad = torch.nan if number == 0 else 1.0
         draw(name, optimizer, lambda bad=bad: scaler.scale(loss_of(model, 0)) * bad)
@@ -243,7 +251,8 @@ def test_a_gradient_that_is_not_finite_moves_nothing(name: str, draws: int, scal
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_user_may_look_at_draws_in_between(name: str) -> None:
     """Evaluation between draw and step, also in inference mode, changes nothing."""
-    (model, optimizer), (other, twin) = trained(name, stop=0), trained(name, stop=0)
+    model, optimizer = trained(name, stop=0)
+    other, twin = trained(name, stop=0)
     for t in range(2):
 
         def loss(t: int = t) -> Tensor:
@@ -252,7 +261,8 @@ def test_a_user_may_look_at_draws_in_between(name: str) -> None:
         if name not in BY_CLOSURE:
             draw(name, optimizer, loss)
         if optimizer._hess_is_precision or optimizer._sample is not None:
-            generator, optimizer.generator = optimizer.generator, torch.Generator()
+            generator = optimizer.generator
+            optimizer.generator = torch.Generator()
             before = flat(model.parameters())
             with torch.inference_mode(), optimizer.sampled_params():
                 assert not torch.equal(flat(model.parameters()), before)

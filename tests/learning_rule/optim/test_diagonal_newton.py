@@ -54,8 +54,8 @@ def test_its_posterior_is_the_diagonal_of_the_hessian() -> None:
         optimizer.step(lambda: 0.5 * (model(x) - y).square().mean())
     posterior = Posterior.from_optimizer(optimizer, model)
     expected = x.square().sum(0) + DELTA
-    found = posterior.precision("weight")[0].to(expected)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    actual = posterior.precision("weight")[0].to(expected)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
 
 
 def test_a_loss_that_curves_down_moves_nothing() -> None:

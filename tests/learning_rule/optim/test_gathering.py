@@ -33,7 +33,8 @@ def assert_close(one: list[Tensor], other: list[Tensor]) -> None:
 
 
 def test_several_backward_passes_in_a_context_add_up() -> None:
-    (model, optimizer), (whole, other) = run("IVON itself"), run("IVON itself")
+    model, optimizer = run("IVON itself")
+    whole, other = run("IVON itself")
     with optimizer.sampled_params(train=True):
         for k in range(5):  # the five minibatches
             (loss_of(model, k) / 5).backward()
@@ -111,7 +112,8 @@ def test_only_the_failed_or_dropped_draw_is_missing(position: int) -> None:
     optimizer.step()
     assert same(held(model, optimizer), usual("IVON itself", 2, 1))
     for name in ("IVON itself", "bSAM", "dropout, SGD"):
-        (model, optimizer), (other, twin) = run(name), run(name)
+        model, optimizer = run(name)
+        other, twin = run(name)
         with optimizer.sampled_params(train=True):
             (1e6 * loss_of(model, 0)).backward()
         optimizer.drop_draws()
@@ -126,10 +128,13 @@ def test_only_the_failed_or_dropped_draw_is_missing(position: int) -> None:
 @pytest.mark.parametrize("draws", [1, 2])
 def test_half_precision_weights(dtype: torch.dtype, draws: int) -> None:
     """Each step is the float32 step from the same point, rounded once."""
-    start, slope = torch.linspace(-2, 2, 40).to(dtype), torch.linspace(0.5, 3, 40)
+    start = torch.linspace(-2, 2, 40).to(dtype)
+    slope = torch.linspace(0.5, 3, 40)
     theta = nn.Parameter(start.clone())
     optimizer = IVON([theta], 0.1, 24, beta2=0.9, generator=torch.Generator().manual_seed(3))
-    normals, eps, grads = torch.Generator().manual_seed(3), [], []
+    normals = torch.Generator().manual_seed(3)
+    eps = []
+    grads = []
     for _ in range(draws):
         noise = torch.empty(40).normal_(0.0, 24**-0.5, generator=normals) * 1.0001**-0.5
         with optimizer.sampled_params(train=True):
@@ -183,7 +188,8 @@ def test_thawed_and_unused_parameters() -> None:
 
 def test_a_gradient_in_some_draws_only_counts_as_zero_in_the_others() -> None:
     for first in (True, False):
-        theta, other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+        theta = nn.Parameter(torch.zeros(3))
+        other = nn.Parameter(torch.zeros(3))
         optimizer = IVON([theta, other], lr=0.1, ess=10)
         for has_gradient in (first, not first):
             with optimizer.sampled_params(train=True):

@@ -33,7 +33,8 @@ def pair(far: float) -> tuple[list[nn.Module], list[IVON], Mixture]:
 
 def step(models: list[nn.Module], optimizers: list[IVON], mixture: Mixture | None) -> list[Tensor]:
     """One step of every component; the draws."""
-    x, y = torch.linspace(-1, 1, 8).double().view(4, 2), torch.ones(4, 1).double()
+    x = torch.linspace(-1, 1, 8).double().view(4, 2)
+    y = torch.ones(4, 1).double()
     draws = []
     for k, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
         with optimizer.sampled_params(train=True):
@@ -53,8 +54,10 @@ def test_a_step_is_that_of_the_paper() -> None:
     q = GaussianMixture(torch.full((2,), 0.5).double(), parts).marginal
     draws = step(models, optimizers, mixture)
     for k, (model, theta) in enumerate(zip(models, draws, strict=True)):
-        s, m = parts.precision[k], means[k]
-        x, y = torch.linspace(-1, 1, 8).double().view(4, 2), torch.ones(4, 1).double()
+        s = parts.precision[k]
+        m = means[k]
+        x = torch.linspace(-1, 1, 8).double().view(4, 2)
+        y = torch.ones(4, 1).double()
         at = copy.deepcopy(model)
         nn.utils.vector_to_parameters(theta, at.parameters())
         nn.functional.mse_loss(at(x), y).backward()
@@ -66,14 +69,15 @@ def test_a_step_is_that_of_the_paper() -> None:
         hessian = s * (theta - m) * pulled + 0.1 * N - s
         new = s + 0.1 * hessian + 0.01 * hessian.square() / (2 * s)
         optimizers[k].step()
-        found = flat(optimizers[k].state[p]["hess"] for p in model.parameters())
-        torch.testing.assert_close(N * (found + 0.1), new)
+        actual = flat(optimizers[k].state[p]["hess"] for p in model.parameters())
+        torch.testing.assert_close(N * (actual + 0.1), new)
         torch.testing.assert_close(flat(model.parameters()), m - 0.05 * gradient / new)
         assert (log_q + s * (theta - m)).norm() > 0.1  # they do overlap
 
 
 def test_far_from_each_other_they_are_a_deep_ensemble() -> None:
-    together, alone = pair(50.0), pair(50.0)
+    together = pair(50.0)
+    alone = pair(50.0)
     for _ in range(5):
         step(*together)
         step(alone[0], alone[1], None)
@@ -90,7 +94,8 @@ def test_predictions_and_analyses_take_the_mixture() -> None:
         for optimizer in optimizers:
             optimizer.step()
     qs = [blr.Posterior.from_optimizer(o, m) for o, m in zip(optimizers, models, strict=True)]
-    x, y = torch.randn(int(N), 2).double(), torch.randn(int(N), 1).double()
+    x = torch.randn(int(N), 2).double()
+    y = torch.randn(int(N), 1).double()
     task = blr.Task(models[0], (x, y), likelihood="gaussian")
     both = predict(task, qs, draws=0)
     means = [m(x).detach() for m in models]

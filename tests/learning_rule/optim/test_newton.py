@@ -13,7 +13,8 @@ from blr_analysis.task import Task
 
 def test_one_step_solves_ridge_regression() -> None:
     """ρ = 1: mean and precision are the closed form's (K&R 14), whatever the start."""
-    generator, delta = torch.Generator().manual_seed(0), 3.0
+    generator = torch.Generator().manual_seed(0)
+    delta = 3.0
     x = torch.randn(60, 5, generator=generator, dtype=torch.float64)
     y = torch.randn(60, 1, generator=generator, dtype=torch.float64)
     model = nn.Linear(5, 1, bias=False).double()
@@ -34,7 +35,8 @@ def test_the_precision_of_other_parameters_is_forgotten() -> None:
     def loss() -> Tensor:
         return 0.5 * (scales * (a - 1) ** 2).sum() + 0.5 * ((b - 2) ** 2).sum()
 
-    optimizer, other = Newton([a, b], lr=0.5), Newton([fresh], lr=0.5)
+    optimizer = Newton([a, b], lr=0.5)
+    other = Newton([fresh], lr=0.5)
     for k in range(7):  # the last time the other way round
         a.requires_grad_(k < 6)
         b.requires_grad_(k == 6)
@@ -46,7 +48,8 @@ def test_the_precision_of_other_parameters_is_forgotten() -> None:
 def test_laplace_is_one_step_at_the_mode() -> None:
     """The rule at ρ = 1 with the Hessian at the mode: S = ∇²ℓ̄, as fit_laplace has it."""
     torch.manual_seed(0)
-    x, y = torch.randn(40, 3).double(), torch.randint(2, (40,))
+    x = torch.randn(40, 3).double()
+    y = torch.randint(2, (40,))
     model = nn.Linear(3, 2).double()
     delta = 2.0
     optimizer = Newton(model.parameters(), ess=40, weight_decay=delta / 40)
@@ -54,5 +57,5 @@ def test_laplace_is_one_step_at_the_mode() -> None:
         optimizer.step(lambda: F.cross_entropy(model(x), y))
     laplace = fit_laplace(Task(model, (x, y)), structure="full", prior_precision=delta)
     variances = torch.linalg.inv(optimizer.state[model.weight]["precision"]).diagonal()
-    found = torch.cat([laplace.variance(n).flatten() for n, _ in model.named_parameters()])
-    torch.testing.assert_close(found.double(), variances, rtol=1e-8, atol=0)
+    actual = torch.cat([laplace.variance(n).flatten() for n, _ in model.named_parameters()])
+    torch.testing.assert_close(actual.double(), variances, rtol=1e-8, atol=0)

@@ -54,8 +54,8 @@ def check(model: nn.Module, optimizer: Any, expected: dict[str, Tensor]) -> None
     optimizer.step()
     for name, p in model.named_parameters():
         if p in optimizer.state:
-            found = optimizer.state[p]["hess"]
-            torch.testing.assert_close(found, expected[name], rtol=1e-9, atol=1e-13)
+            actual = optimizer.state[p]["hess"]
+            torch.testing.assert_close(actual, expected[name], rtol=1e-9, atol=1e-13)
         else:
             assert not p.requires_grad or not expected[name].any()
 
@@ -68,8 +68,10 @@ def hooks(model: nn.Module) -> int:
 @pytest.mark.parametrize("name", [name for name in CASES if name not in SPECIAL])
 def test_equals_one_backward_pass_per_example_or_is_refused(name: str) -> None:
     case = CASES[name]()
-    model, x = case.model, case.inputs
-    optimizer, wanted = ogn(model), by_hand(model, x)
+    model = case.model
+    x = case.inputs
+    optimizer = ogn(model)
+    reference = by_hand(model, x)
     before = hooks(model)
     exact = name in LAYERS and name not in MAY_NOT
     try:
@@ -78,7 +80,7 @@ def test_equals_one_backward_pass_per_example_or_is_refused(name: str) -> None:
                 model(x)
             model(x).sum()  # never differentiated
             loss_of(model, x).backward()
-        check(model, optimizer, wanted)
+        check(model, optimizer, reference)
     except OptimizerError as error:
         if exact or "cannot read the gradient of each example for" not in str(error):
             raise
@@ -109,15 +111,16 @@ def test_activation_checkpointing() -> None:
 
 
 def test_autocast() -> None:
-    model, x = mlp().float(), X.float()
+    model = mlp().float()
+    x = X.float()
     optimizer = ogn(model)
     with torch.autocast("cpu", dtype=torch.bfloat16), optimizer.sampled_params(train=True):
         loss_of(model, x).backward()
     optimizer.step()
     for (name, expected), p in zip(by_hand(model, x).items(), model.parameters(), strict=True):
-        found = optimizer.state[p]["hess"]
-        assert found.dtype == torch.float32, name
-        assert (found - expected).norm() < 0.05 * expected.norm()
+        actual = optimizer.state[p]["hess"]
+        assert actual.dtype == torch.float32, name
+        assert (actual - expected).norm() < 0.05 * expected.norm()
 
 
 def mixing(m: Any, x: Tensor) -> Tensor:
@@ -129,25 +132,28 @@ def pair(run: Callable[..., Tensor]) -> nn.Module:
     return graph(run, layer=nn.Linear(4, 5), head=nn.Linear(5, 3))
 
 
-# fmt: off
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "mixing": (lambda: pair(mixing), r"'layer.weight', 'layer.bias': the model mixes"),
-    "batch norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)),
-                   "the model mixes"),
-    "max_norm": (lambda: nn.Sequential(nn.Linear(4, 3), nn.Embedding(3, 3, max_norm=1.0)),
-                 "embedding '1'"),
+    "batch norm": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)),
+        "the model mixes",
+    ),
+    "max_norm": (
+        lambda: nn.Sequential(nn.Linear(4, 3), nn.Embedding(3, 3, max_norm=1.0)),
+        "embedding '1'",
+    ),
     "reentrant": (lambda: checkpointed(True), "no layer"),
     "two calls": (mlp, "2 calls of model="),
     "a part alone": (mlp, "'0' was called outside"),
     "gradients that were there": (mlp, "call zero_grad"),
 }
-# fmt: on
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_read_is_refused_by_name(case: str) -> None:
     build, message = REFUSED[case]
-    model, x = build().double(), X.clone().requires_grad_()
+    model = build().double()
+    x = X.clone().requires_grad_()
     optimizer = VOGN(model.parameters(), lr=0.1, ess=10, model=model)
     if case == "gradients that were there":
         loss_of(model, x).backward()
@@ -187,7 +193,7 @@ def test_the_graph_of_a_step_is_freed() -> None:
             loss_of(model, X).backward()
             raise RuntimeError("stop")
         gc.collect()
-        return sum(issubclass(type(found), Tensor) for found in gc.get_objects())
+        return sum(issubclass(type(actual), Tensor) for actual in gc.get_objects())
 
     held()
     gc.freeze()  # what stands is not counted, and not visited
@@ -197,7 +203,8 @@ def test_the_graph_of_a_step_is_freed() -> None:
 
 def precision(kind: Any, model: nn.Module, loss: Callable[[], Tensor], ess: float) -> Tensor:
     """Of q after three steps of an optimizer."""
-    single, noise = kind in (VOGN, OGN), torch.Generator().manual_seed(1)
+    single = kind in (VOGN, OGN)
+    noise = torch.Generator().manual_seed(1)
     given = {"lr": 0.01, "weight_decay": 1.0, "ess": ess, "beta2": 0.5, "generator": noise}
     optimizer = kind(model.parameters(), model=model, **given) if single else kind(model, **given)
     for _ in range(3):
@@ -211,7 +218,8 @@ def precision(kind: Any, model: nn.Module, loss: Callable[[], Tensor], ess: floa
 def test_examples_that_the_loss_leaves_out_do_not_count(kind: type) -> None:
     """Those of ``ignore_index`` beside the others, or the others alone: the same loss and S."""
     g = torch.Generator().manual_seed(0)
-    x, y = torch.randn(12, 3, generator=g).double(), torch.randint(2, (12,), generator=g)
+    x = torch.randn(12, 3, generator=g).double()
+    y = torch.randint(2, (12,), generator=g)
     ignored = torch.where(torch.arange(12) % 3 == 0, -100, y)
 
     def learned(x: Tensor, y: Tensor) -> Tensor:
@@ -231,7 +239,8 @@ def test_examples_whose_only_logit_saturates_count(kind: type) -> None:
     """Torch's gradient of them is exactly 0; softplus keeps what is left of it."""
     x = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double()
     x[::3, 0] = 50.0
-    ones, ends = torch.ones(12).double(), []
+    ones = torch.ones(12).double()
+    ends = []
     plain = partial(F.binary_cross_entropy_with_logits, target=ones)
     for loss in (plain, lambda f: F.softplus(-f).mean()):
         model = nn.Linear(3, 1).double()

@@ -18,7 +18,9 @@ from blr_analysis.learning_rule.optim import OGN
 
 KINDS = {"IVON": blr.IVON, "VOGN": blr.VOGN, "OGN": OGN}
 TYPE = {"dtype": torch.float64}
-BETA1, BETA2, START = 0.8, 0.9, 0.7
+BETA1 = 0.8
+BETA2 = 0.9
+START = 0.7
 
 
 def a_posterior(model: nn.Module, seed: int = 5) -> blr.Posterior:
@@ -77,8 +79,10 @@ def test_ten_steps_written_out(name: str) -> None:
     options = {"rescale_lr": False} if name == "IVON" else {}
     optimizer = make(name, model, prior=prior, beta1=BETA1, **options)
     m = flat(dict(model.named_parameters())).clone()
-    m0, delta = flat(dict(prior.mean)), flat(prior.form.diagonal()) / N
-    h, u = torch.full_like(m, START), torch.zeros_like(m)
+    m0 = flat(dict(prior.mean))
+    delta = flat(prior.form.diagonal()) / N
+    h = torch.full_like(m, START)
+    u = torch.zeros_like(m)
     generator = torch.Generator().manual_seed(3)
     for t in range(10):
         draw = torch.empty_like(m).normal_(0.0, N**-0.5, generator=generator)
@@ -149,9 +153,9 @@ def test_of_two_batches_it_learns_the_ridge_solution_of_both(name: str) -> None:
             optimizer.zero_grad()
             (0.5 * (model(x2)[:, 0] - y2).square()).mean().backward()
         optimizer.step()
-    found = model.weight.detach()[0]
+    actual = model.weight.detach()[0]
     deviation = both.inverse().diagonal().sqrt()
-    error = ((found - expected) / deviation).abs().max()
+    error = ((actual - expected) / deviation).abs().max()
     alone = torch.linalg.solve(x2.T @ x2 + torch.eye(4, **TYPE), x2.T @ y2)
     assert ((alone - expected) / deviation).abs().max() > 1
     assert error < (1e-9 if name == "OGN" else 0.2)

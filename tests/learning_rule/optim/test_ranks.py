@@ -38,11 +38,11 @@ def draws(ranks: list[int], sync: bool, hess_approx: str) -> dict[str, Tensor]:
         with optimizer.sampled_params(train=True):
             params[0].grad = torch.full((5,), torch.inf if rank == 1 else 1.0)
     scaler.step(optimizer)
-    found = {f"weight {i}": p.detach() for i, p in enumerate(params)}
+    actual = {f"weight {i}": p.detach() for i, p in enumerate(params)}
     for i in (0, 1):
-        found |= {f"{name} {i}": optimizer.state[params[i]][name] for name in ("hess", "momentum")}
+        actual |= {f"{name} {i}": optimizer.state[params[i]][name] for name in ("hess", "momentum")}
     assert params[2] not in optimizer.state
-    return found
+    return actual
 
 
 def parts(ranks: list[int], sync: bool, name: str) -> dict[str, Tensor]:
@@ -91,13 +91,14 @@ def test_two_processes_are_one_with_both_their_shares(tmp_path: Path) -> None:
     for name, case in CASES.items():
         expected = case([0, 1], False)
         for rank in range(WORLD):
-            found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)[name]
+            actual = torch.load(tmp_path / f"{rank}.pt", weights_only=True)[name]
             for key, tensor in expected.items():
                 close = (1e-9, 1e-12) if tensor.dtype == torch.float64 else (1e-6, 1e-7)
-                torch.testing.assert_close(found[key], tensor, rtol=close[0], atol=close[1])
+                torch.testing.assert_close(actual[key], tensor, rtol=close[0], atol=close[1])
 
 
 def test_sync_alone_does_nothing() -> None:
     """Without a process group a script with ``sync=True`` runs as without it."""
-    one, other = draws([0, 1], True, "price"), draws([0, 1], False, "price")
+    one = draws([0, 1], True, "price")
+    other = draws([0, 1], False, "price")
     assert all(torch.equal(one[name], other[name]) for name in one)

@@ -85,7 +85,8 @@ def unfrozen() -> None:
     draws(optimizer)
 
 
-A, B = nn.Linear(2, 1), nn.Linear(2, 1)
+A = nn.Linear(2, 1)
+B = nn.Linear(2, 1)
 OTHER = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)).double()
 SETTINGS = (
     *(("lr", -0.1), ("lr", "fast"), ("ess", 0.0), ("ess", "many"), ("hess_init", 0.0)),
@@ -102,7 +103,6 @@ NO_ROWS |= {"diagonal online Newton": "diagonal_newton runs", "natural momentum"
 NO_ROWS |= {"bSAM": "use BSAM", "adamm": "no row", "VOGN": "model must"}
 KINDS = ("IVON", "bSAM", "SLANG", "Newton")
 STATES = (None, 3, {}, torch.optim.Adam([param()]).state_dict())
-# fmt: off
 INPUT: list[tuple[Callable[[], Any], str]] = [
     *((lambda n=n, v=v: ivon(**{n: v}), n) for n, v in SETTINGS),
     *((lambda n=n, v=v: IVON([{"params": [param()], n: v}], 0.1, 10), n) for n, v in SETTINGS),
@@ -118,26 +118,39 @@ INPUT: list[tuple[Callable[[], Any], str]] = [
     (lambda: BSAM([param()], 0.1, 10, radius=-1.0), "radius"),
     (lambda: draws(ivon(), divided_by=0), "divided_by"),
     *((lambda lr=lr: Newton([param()], lr=lr), "lr") for lr in (0, -1, 2, math.nan, None)),
-    *((lambda n=n, v=v: optim.BayesBiNN([param()], **{"lr": 0.1, "ess": 9, n: v}), n)
-      for n, v in SIGNS),
+    *(
+        (lambda n=n, v=v: optim.BayesBiNN([param()], **{"lr": 0.1, "ess": 9, n: v}), n)
+        for n, v in SIGNS
+    ),
     (lambda: optim.STE([param(dtype=torch.half)], 0.1), "float32"),
     (lambda: optim.STE([param()], 0.1, clip=0.0), "clip"),
-    *((lambda n=n: optim.STE([param()], 0.1, n), word)
-      for n, word in (("IVON", "IVON"), ("OGN", "OGN"), ("bSAM", "BSAM"))),
+    *(
+        (lambda n=n: optim.STE([param()], 0.1, n), word)
+        for n, word in (("IVON", "IVON"), ("OGN", "OGN"), ("bSAM", "BSAM"))
+    ),
     (lambda: optim.Dropout([param()], 0.1, keep=0.5), "biases"),
     (lambda: optim.Dropout([param(2, 2)], 0.1, keep=1.5), "keep"),
     (lambda: optim.Dropout([param(2, 2)], 0.1, keep=0.5, dim=2), "dim"),
     (lambda: optim.Dropout([param()], 0.1, "bSAM"), "BSAM"),
-    *((lambda n=n, v=v: optim.LearnedDropout([param(2, 2)], 0.1, keep=0.5, **{n: v}), n)
-      for n, v in (("keep_lr", -1.0), ("keep_prior", 1.0), ("temperature", 0.0))),
+    *(
+        (lambda n=n, v=v: optim.LearnedDropout([param(2, 2)], 0.1, keep=0.5, **{n: v}), n)
+        for n, v in (("keep_lr", -1.0), ("keep_prior", 1.0), ("temperature", 0.0))
+    ),
     (lambda: ivon(prior=3), "prior must"),
     (lambda: ivon(prior=prior(w=2), weight_decay=0.1), "leave weight_decay out"),
     (lambda: IVON([param(), param()], 0.1, 10, prior=prior(v=2, w=2)), "named_parameters"),
     (lambda: ivon(prior=prior(w=2)).add_param_group({"params": [param()]}), "of all parameters"),
     (lambda: optim.SAM([param()], 0.1, radius=-1.0), "radius"),
-    *((lambda s=s: optim.PreconditionedSGD([param()], 0.1, s), word) for s, word in (
-        ([], "one tensor of each"), ([torch.ones(3)], "one tensor of each"), ([1.0], "one tensor"),
-        ([torch.tensor([1.0, 0.0])], "positive"), ([torch.tensor([1.0, math.nan])], "positive"))),
+    *(
+        (lambda s=s: optim.PreconditionedSGD([param()], 0.1, s), word)
+        for s, word in (
+            ([], "one tensor of each"),
+            ([torch.ones(3)], "one tensor of each"),
+            ([1.0], "one tensor"),
+            ([torch.tensor([1.0, 0.0])], "positive"),
+            ([torch.tensor([1.0, math.nan])], "positive"),
+        )
+    ),
     (lambda: optim.DiagonalNewton([param()], lr=2.0), "lr"),
     (lambda: optim.Dropout([param()], 0.1, "OGN", weight_decay=1.0), "model"),
     *((lambda n=n: RowOptimizer([param()], n, 0.1), word) for n, word in NO_ROWS.items()),
@@ -149,8 +162,11 @@ INPUT: list[tuple[Callable[[], Any], str]] = [
     (lambda: optim.Mixture([ivon()] * 2), "same parameter"),
     (lambda: optim.Mixture([ivon(), IVON([param(3)], 0.1, 10)]), "same shapes"),
     (lambda: optim.Mixture([ivon(), Vadam([param()], 0.1, 9)]), "are IVON"),  # type: ignore[list-item]
-    *((lambda k=k, p=p: k(p, lr=0.1, ess=10), "params")
-      for k in (IVON, Vadam, BSAM, Newton) for p in (None, 3, [], A, {param()})),
+    *(
+        (lambda k=k, p=p: k(p, lr=0.1, ess=10), "params")
+        for k in (IVON, Vadam, BSAM, Newton)
+        for p in (None, 3, [], A, {param()})
+    ),
     *((lambda g=g: ivon().add_param_group(g), "a group") for g in (None, 3, {}, [param()])),
     (lambda: IVON([param(dtype=torch.cfloat)], 0.1, 10), "complex64"),
     (lambda: Newton([{"params": [A.weight]}, {"params": [A.bias]}]), "one group"),
@@ -168,8 +184,10 @@ OPTIMIZER: list[tuple[Callable[[], Any], str]] = [
     (lambda: graded(None), r"loss\.backward"),
     (lambda: graded(torch.ones(2).to_sparse()), "sparse"),
     (lambda: graded(torch.full((2,), 1e20)), "overflow"),
-    *((lambda word=word: inside(lambda o: getattr(o, word)()), f"{word}.* inside")
-      for word in ("step", "state_dict", "drop_draws")),
+    *(
+        (lambda word=word: inside(lambda o: getattr(o, word)()), f"{word}.* inside")
+        for word in ("step", "state_dict", "drop_draws")
+    ),
     (lambda: inside(lambda o: o.load_state_dict({})), "load_state_dict.* inside"),
     (lambda: inside(draws), "context inside"),
     (lambda: after("IVON", lambda o, m: (m.zero_grad(False), draws(o))), "set_to_none"),
@@ -182,11 +200,16 @@ OPTIMIZER: list[tuple[Callable[[], Any], str]] = [
     (lambda: make("SLANG", network()).posterior(), "after a step"),
     (lambda: Newton([param()]).step(), "closure"),
     (lambda: Newton(A.parameters()).step(called_backward), "without backward"),
-    *((lambda loss=loss: Newton([param()]).step(lambda: loss), "loss")
-      for loss in (None, 0.3, torch.ones(2), torch.tensor(math.nan))),
+    *(
+        (lambda loss=loss: Newton([param()]).step(lambda: loss), "loss")
+        for loss in (None, 0.3, torch.ones(2), torch.tensor(math.nan))
+    ),
     *((lambda n=n: make(n, network()).step(3), "closure") for n in KINDS),
-    *((lambda n=n, s=s: make(n, network()).load_state_dict(s), "load a state_dict")
-      for n in KINDS for s in STATES),
+    *(
+        (lambda n=n, s=s: make(n, network()).load_state_dict(s), "load a state_dict")
+        for n in KINDS
+        for s in STATES
+    ),
     (lambda: make("Adam", network()).load_state_dict(saved("Vadam")), "Vadam"),
     (lambda: ivon().load_state_dict(saved("IVON itself")), "load a state"),
     (lambda: Newton(OTHER.parameters()).load_state_dict(saved("Newton")), "does not fit"),
@@ -196,7 +219,6 @@ OPTIMIZER: list[tuple[Callable[[], Any], str]] = [
     (lambda: foreign("momentum", [0.0]), "momentum"),
     (lambda: foreign("momentum", None), "does not fit"),
 ]
-# fmt: on
 
 
 @pytest.mark.parametrize(
@@ -240,4 +262,5 @@ def test_every_optimizer_has_its_name() -> None:
     assert made - {RowOptimizer} == {*optim.BY_NAME.values()}
     assert optim.BY_NAME.items() <= OPTIMIZERS.items()
     assert all(name == kind.__name__.lower() for name, kind in optim.BY_NAME.items())
-    assert blr.IVON is optim.IVON and blr.VOGN is optim.VOGN
+    assert blr.IVON is optim.IVON
+    assert blr.VOGN is optim.VOGN

@@ -14,7 +14,8 @@ from blr_analysis.learning_rule.optim import OGGN, SLANG, VOGGN, NoisyKFAC
     ("kind", "rows_of"), [(SLANG, "each"), (VOGGN, "curved"), (OGGN, "curved")]
 )
 def test_low_rank_has_the_right_diagonal(kind: type, rows_of: str) -> None:
-    model, run = network(), Run()
+    model = network()
+    run = Run()
     optimizer = whole(kind)(model, torch.Generator().manual_seed(3), rank=2, hess_init=0.3)
     diagonal = torch.full_like(flat(model.parameters()), 0.3 * N)
     for t in range(3):
@@ -38,11 +39,12 @@ def test_draws_come_from_q(kind: type) -> None:
     model = network()
     optimizer = whole(kind)(model, torch.Generator().manual_seed(0))
     advance(kind.__name__, model, optimizer, 0, 2)
-    mean, inverse = flat(model.parameters()), torch.linalg.inv(learned(model, optimizer))
+    mean = flat(model.parameters())
+    inverse = torch.linalg.inv(learned(model, optimizer))
     draws = []
     for _ in range(3000):
         with optimizer.sampled_params():
             draws.append(flat(model.parameters()) - mean)
-    found = torch.stack(draws)
-    covariance = found.mT @ found / len(found)
+    actual = torch.stack(draws)
+    covariance = actual.mT @ actual / len(actual)
     assert (covariance - inverse).norm() < 0.2 * inverse.norm()
