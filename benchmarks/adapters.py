@@ -1,12 +1,13 @@
-"""What an index of an adapter costs on its base in half precision, beside the plain loop.
+"""What an index of an adapter costs on its frozen base, beside the plain loop.
 
-    python -m benchmarks.adapters --shape 135m                        # a CPU, some minutes
+    python -m benchmarks.adapters --shape 30m --texts 32              # a CPU, two minutes
     python -m benchmarks.adapters --shape 7b --device cuda --texts 2000 --tokens 512
 
 The plain loop makes one batched forward and backward pass over the same texts, by transformers and
 peft alone. Both run in a process of their own; weights are random, so nothing is fetched. Printed
 are seconds, start-up aside, and the peak of memory: on a GPU what torch allocated there, on a CPU
-the process's. benchmarks/README.md holds the figures that are expected.
+the process's. On a GPU the base is in bfloat16, on a CPU, many of which multiply that slowly, in
+float32 unless --dtype says otherwise. benchmarks/README.md holds the figures that are expected.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(64, 128, 2, 4, 2, 512),
+    "30m": Shape(512, 1408, 10, 8, 4, 10_000),
     "135m": Shape(576, 1536, 30, 9, 3, 49_152),
     "0.5b": Shape(896, 4864, 24, 14, 2, 151_936),
     "7b": Shape(4096, 11_008, 32, 32, 32, 32_000),
@@ -64,13 +66,13 @@ def tokenizer(size: int) -> Any:
     )
 
 
-def write(folder: Path, shape: Shape, texts: int, tokens: int) -> None:
-    """A base in bfloat16, an adapter of rank 16 on every linear layer, and texts."""
+def write(folder: Path, shape: Shape, texts: int, tokens: int, dtype: torch.dtype) -> None:
+    """A base of this type, an adapter of rank 16 on every linear layer, and texts."""
     import peft
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     config = LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -167,10 +169,11 @@ def measured(way: str, folder: Path, device: str) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="135m")
+    parser.add_argument("--shape", choices=SHAPES, default="30m")
     parser.add_argument("--texts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--way", choices=WAYS)
     parser.add_argument("--folder", type=Path)
     asked = parser.parse_args()
@@ -180,7 +183,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write(folder, SHAPES[asked.shape], asked.texts, asked.tokens)
+        dtype = getattr(torch, asked.dtype or ("float32" if asked.device == "cpu" else "bfloat16"))
+        write(folder, SHAPES[asked.shape], asked.texts, asked.tokens, dtype)
         figures = {way: measured(way, folder, asked.device) for way in WAYS}
         size = sum(f.stat().st_size for f in (folder / "INDEX").rglob("*") if f.is_file())
     for way, (seconds, memory) in figures.items():
