@@ -118,7 +118,7 @@ class Cost:
     def __str__(self) -> str:
         way = WAYS[self.solver]
         if math.isnan(self.passes):
-            return f"{way} by train=, whose time is not known before the first"
+            return f"{way} by your train=; the first shows how long they take"
         if self.passes == 0:
             return way
         return f"{way}: {self.passes:.0f} passes over the data, about {duration(self.seconds)}"

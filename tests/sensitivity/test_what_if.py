@@ -186,6 +186,13 @@ def test_auto_takes_no_more_passes_than_whole_trainings() -> None:
     assert cost_of_what_if(task, q, **options).passes <= whole.passes
 
 
+def test_the_cost_of_a_training_function_is_known_after_the_first() -> None:
+    task, q = trained_network(progress=False)
+    task.recipe = blr.Recipe(train=lambda data, seed: task.model)
+    cost = cost_of_what_if(task, q, remove=list(range(9)), solver="retrain")
+    assert str(cost) == "by whole trainings by your train=; the first shows how long they take"
+
+
 def test_the_cost_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:
     task, q = trained_network(progress=True)
     capsys.readouterr()
