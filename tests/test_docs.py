@@ -26,6 +26,9 @@ from blr_analysis.audit import investigate
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(p for p in (*ROOT.glob("*.md"), *ROOT.glob("*/*.md")) if p.name != "CHANGELOG.md")
 CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INCLUDE = re.compile(r"^```\{literalinclude\} (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OPTION = re.compile(r"^:([\w-]+): (.*)$", re.MULTILINE)
+INCLUDES = [found for page in PAGES for found in INCLUDE.findall(page.read_text("utf-8"))]
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 
 
@@ -175,6 +178,23 @@ def test_links_lead_to_files(page: Path) -> None:
     prose = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
     expected = [page.parent / link for link in LINK.findall(prose)]
     assert [str(path) for path in expected if "_made" not in path.parts and not path.exists()] == []
+
+
+@pytest.mark.parametrize("number", range(len(INCLUDES)), ids=[path for path, _ in INCLUDES])
+def test_a_page_shows_lines_that_are_in_the_code(number: int) -> None:
+    """The site's build takes minutes; a renamed variable is found here at once."""
+    path, text = INCLUDES[number]
+    options = dict(OPTION.findall(text))
+    code = (ROOT / "docs" / path).read_text("utf-8")
+    if "pyobject" in options:
+        name = options["pyobject"].rpartition(".")[2]
+        assert re.search(rf"^ *(def|class) {re.escape(name)}\b", code, re.MULTILINE)
+        return
+    start = code.index(options["start-at"])
+    rest = code[start:]
+    if "end-before" in options:
+        rest = rest[rest.index("\n") :]
+    assert options.get("end-at", options.get("end-before")) in rest
 
 
 # Results, as the last line of a notebook's cell

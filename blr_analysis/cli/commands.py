@@ -63,13 +63,13 @@ def root(
         typer.Option("--debug", help="Show the traceback of an error. May stand anywhere."),
     ] = False,
 ) -> None:
-    """Which data made this model, and what would it be without them?
+    """Find the training examples that are wrong, and those that shape a model's answers.
 
-    Start with the demo, which needs nothing of yours:
+    Start with the demo, which brings its own data:
 
       blr-analysis demo
 
-    For a model of your own, write a function that returns its task, in train.py:
+    For your own model, write a function that returns its task, in train.py:
 
       def make_task():
           return blr.Task(model, data, checkpoints=checkpoints, recipe=recipe)
@@ -78,16 +78,17 @@ def root(
 
       blr-analysis audit train.py:make_task
 
-    A posterior that was saved after training, posterior.save("posterior.safetensors"), takes the
-    place of the one that is fitted:
+    If you saved a posterior after training, by posterior.save("posterior.safetensors"), the
+    command can read it in place of a fit:
 
       blr-analysis audit train.py:make_task -p posterior.safetensors
 
-    Each command explains itself: blr-analysis audit --help. Fine-tuned models become one, each
-    weight as far as each model is sure of it:
+    To merge fine-tuned models by how sure each one is of its weights:
 
       blr-analysis fisher ./ft1 train.jsonl
       blr-analysis merge recipe.yml merged
+
+    Every command has its own help: blr-analysis audit --help
     """
 
 

@@ -63,7 +63,7 @@ def merge(
     ] = False,
     shared: Shared,
 ) -> None:
-    """Merge fine-tuned models into one, each weight as far as each model is sure of it.
+    """Merge fine-tuned models into one, by how sure each one is of its weights.
 
     The recipe is YAML, as mergekit writes it:
 
