@@ -503,7 +503,7 @@ class Task:
             )
 
     def run_model(self, batch: Any, params: Mapping[str, Tensor]) -> Any:
-        """What :attr:`forward` returns for a batch at these parameters, unchecked.
+        """What ``forward`` returns for a batch at these parameters, unchecked.
 
         By the default forward function, inputs without labels give the outputs and None.
         """
