@@ -101,7 +101,7 @@ def shortened_recipe(task: Task, passes: int | None) -> Recipe:
     """
     recipe = task.recipe
     if recipe is None:
-        raise InputError("validate retrains by the task's recipe: give Task(recipe=)")
+        raise InputError("no recipe to retrain by: give Task(recipe=), or train with BLRCallback")
     if passes is None:
         return recipe
     positive_int("passes", passes)
