@@ -130,6 +130,8 @@ def _suspicions(suspicions: Any) -> pd.DataFrame:
     proposed      the best other label without the example; NaN for regression
     wrong         the chance that its label is wrong; only for classes       worse (label)
     loss          its unweighted loss, mean over the run, nats               worse (label)
+    guessed_loss  of texts, the loss of a guess by the words' frequencies:
+                  they are suspected by loss − guessed_loss
     training_loss its loss at the end of the run, nats                       worse (label)
     left_out_loss its loss for a model without the example, nats             worse (label)
     unfamiliarity tr(Λ_i V_i), the parameters that the example takes up      worse

@@ -534,6 +534,9 @@ class Suspicions(PerExample, Plottable):
         order: all indices, most suspicious first: contradicted labels by loss, then unfamiliar
             examples, duplicates, and the rest.
         targets, predictions: None for sequences; a sum of sites has no predictions.
+        guess: the loss per token of a guess by the tokens' frequencies, ``[N]``. Texts of a causal
+            language model are suspected by ``losses - guess``, whatever words they use. None for
+            all else.
         table: one row per example, the most suspicious first.
     """
 
@@ -549,6 +552,7 @@ class Suspicions(PerExample, Plottable):
     targets: Tensor | None = None
     predictions: Tensor | None = None
     likelihood: Likelihood | None = None
+    guess: Tensor | None = None
 
     def table_columns(self) -> dict[str, Any]:
         """Columns of the table in order; None becomes NaN."""
@@ -561,6 +565,8 @@ class Suspicions(PerExample, Plottable):
         if self.wrong is not None:
             columns["wrong"] = self.wrong
         columns["loss"] = self.losses
+        if self.guess is not None:
+            columns["guessed_loss"] = self.guess
         columns["training_loss"] = self.training
         columns["left_out_loss"] = self.left_out
         columns["unfamiliarity"] = self.unfamiliarity
@@ -577,7 +583,7 @@ class Suspicions(PerExample, Plottable):
         """
         one_of("kind", kind, FAULTS)
         if kind == "label":
-            return self.losses
+            return self.losses if self.guess is None else self.losses - self.guess
         score = self.unfamiliarity if kind == "unfamiliar" else self.closeness
         if score is None and kind == "duplicate":
             raise InputError("no twins were looked for; call suspicious(..., duplicates=True)")

@@ -5,6 +5,9 @@
     unfamiliarity    tr(Λ_i V_i)
     duplicate        closeness of the nearest other example (:mod:`blr_analysis.sensitivity.twins`)
 
+Of the texts of a causal language model, mean_t ℓ_i(t) less what a guess by the words' frequencies
+loses at text i: shuffled words are no better predicted than that, however frequent they are.
+
 Wrong labels are learned late: a model that has memorised one at the end contradicted it earlier in
 its training (Pleiss et al., 2020).
 """
@@ -116,6 +119,7 @@ def suspicions_of(
     notes = [subject.note, none_called(suspects, kind)]
     return Suspicions(
         losses=suspects.losses,
+        guess=suspects.guess,
         training=suspects.training,
         left_out=suspects.left_out,
         wrong=suspects.wrong,
@@ -185,7 +189,8 @@ def none_called(suspects: Suspects, kind: Sequence[str]) -> str:
 def judged(suspects: Suspects, closeness: Tensor | None, share: float) -> tuple[list[str], Tensor]:
     """The suspected fault of every example, and all examples in the order of suspicion.
 
-    The order has four groups: contradicted labels by their loss, unfamiliar examples by their
+    The order has four groups: contradicted labels by their loss (texts by what it is above that of
+    a guess by frequency), unfamiliar examples by their
     unfamiliarity, duplicates by their closeness, and the rest by loss. A contradicted label is
     called wrong if that is more likely than not; otherwise the example may have another fault.
 
@@ -197,7 +202,7 @@ def judged(suspects: Suspects, closeness: Tensor | None, share: float) -> tuple[
     Returns:
         A name of FAULTS or NO_FAULT for every example, and indices ``[N]``.
     """
-    losses = suspects.losses
+    losses = suspects.losses if suspects.guess is None else suspects.losses - suspects.guess
     contradicted = suspects.contradicted
     fault = torch.full((len(losses),), FAULT_NAMES.index(NO_FAULT))
     group = fault.clone()  # which of the four groups of the order an example is in

@@ -152,6 +152,27 @@ def test_left_out_tokens_that_lose_more_than_a_guess_are_no_estimate() -> None:
     assert tame.is_below_chance == (tame.nll_per_token > tame.chance)
 
 
+def test_texts_are_suspected_by_their_loss_above_a_guess_of_the_words() -> None:
+    world = world_of("plain")
+    q = fit_at_rest(world.task, structure="diag", curvature="mc_fisher", **FIT)
+    tokens = torch.cat([row[row != IGNORED] for row in world.labels])
+    shares = torch.bincount(tokens).double() / len(tokens)
+    counted = [row[1:][row[1:] != IGNORED] for row in world.labels]
+    guess = torch.stack([-shares[labels].log().mean() for labels in counted])
+    suspicions = blr.suspicious(world.task, q, duplicates=False, share=0.5)
+    torch.testing.assert_close(suspicions.guess, guess)
+    in_table = suspicions.table["guessed_loss"].tolist()
+    assert in_table == suspicions.guess[suspicions.order].tolist()
+    excess = suspicions.losses - guess
+    first = excess.argsort(descending=True)[: N // 2]
+    assert suspicions.order[: N // 2].tolist() == first.tolist()
+    assert torch.equal(suspicions.score("label"), excess)
+    tagger = world_of("tagger")
+    q = fit_at_rest(tagger.task, structure="diag", curvature="mc_fisher", **FIT)
+    suspicions = blr.suspicious(tagger.task, q, duplicates=False)
+    assert suspicions.guess is None and "guessed_loss" not in suspicions.table
+
+
 def test_copies_of_a_sequence_are_twins() -> None:
     world = world_of("plain")
     ids = [*world.ids, world.ids[2]]

@@ -39,6 +39,8 @@ class Suspects:
             None where this kind of model does not have it.
         proposed: the best other label by the left-out prediction; None without labels.
         targets, predictions: None where this kind of model does not have them.
+        guess: the loss per token of a guess by the tokens' frequencies, above which texts are
+            suspected; None: by their losses as they are.
     """
 
     losses: Tensor
@@ -50,6 +52,7 @@ class Suspects:
     proposed: Tensor | None = None
     targets: Tensor | None = None
     predictions: Tensor | None = None
+    guess: Tensor | None = None
 
 
 class Subject(ABC):

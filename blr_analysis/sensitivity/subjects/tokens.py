@@ -29,6 +29,7 @@ from blr_analysis.backprop.engine import Chunk, chunks
 from blr_analysis.backprop.record import indices_of_rank
 from blr_analysis.data.batches import mask_and_labels
 from blr_analysis.errors import InputError
+from blr_analysis.likelihoods import CausalLM
 from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.sensitivity.corrections import self_influence
 from blr_analysis.sensitivity.results import LeaveOneOut, Scores
@@ -76,12 +77,18 @@ class Sequences(Network):
         assert left_out.tokens is not None
         losses = torch.stack([mean_losses(self.task, q) for _, q in self.runs]).mean(0)
         losses_per_token = losses / left_out.tokens
+        guess = guessed_losses(self.task)
+        above_guess = losses_per_token
+        if guess is not None:
+            guess = guess / left_out.tokens
+            above_guess = losses_per_token - guess
         return Suspects(
             losses=losses_per_token,
             training=self._last_losses() / left_out.tokens,
             left_out=left_out.losses / left_out.tokens,
-            contradicted=first_by(losses_per_token, share),
+            contradicted=first_by(above_guess, share),
             unfamiliarity=self._unfamiliarity(),
+            guess=guess,
         )
 
     def described(self, indices: Tensor, test: Any = None) -> dict[str, Tensor]:
@@ -148,6 +155,35 @@ def chance_per_token(task: Task) -> float | None:
     It is the loss of a token that is guessed by the frequencies of labels. None where the batches
     do not show their labels.
     """
+    counts = label_counts(task)
+    if counts is None:
+        return None
+    return float(torch.distributions.Categorical(counts.double()).entropy())
+
+
+def guessed_losses(task: Task) -> Tensor | None:
+    """What a guess by the tokens' frequencies loses at each text, ``[N]`` in nats.
+
+    A text whose words stand in no order is predicted no better than that, however frequent they
+    are. None where the task is no causal language model, or its batches do not show their labels.
+    """
+    is_text = isinstance(task.likelihood.kind, CausalLM)
+    counts = label_counts(task) if is_text else None
+    if counts is None:
+        return None
+    ignored = getattr(task.likelihood.kind, "ignore_index", None)
+    surprise = -(counts.double() / counts.sum()).log()
+    losses = []
+    for _, batch in task.batches():
+        labels = mask_and_labels(batch)[1][:, 1:].cpu()  # nothing predicts the first token
+        is_counted = labels != ignored
+        token_losses = surprise[labels.masked_fill(~is_counted, 0)]
+        losses.append(token_losses.where(is_counted, 0.0).sum(1))
+    return torch.cat(losses)
+
+
+def label_counts(task: Task) -> Tensor | None:
+    """How often each label that counts stands in the data; None where batches do not show them."""
     ignored = getattr(task.likelihood.kind, "ignore_index", None)
     counts = torch.zeros(0, dtype=torch.long)
     for _, batch in task.batches():
@@ -160,7 +196,7 @@ def chance_per_token(task: Task) -> float | None:
         counts_of_batch = torch.bincount(counted, minlength=len(counts))
         n_new_labels = len(counts_of_batch) - len(counts)
         counts = counts_of_batch + torch.nn.functional.pad(counts, (0, n_new_labels))
-    return float(torch.distributions.Categorical(counts.double()).entropy())
+    return counts
 
 
 def counted_tokens(chunk: Chunk) -> Tensor:
