@@ -166,7 +166,7 @@ def test_texts_are_suspected_by_their_loss_above_a_guess_of_the_words() -> None:
     excess = suspicions.losses - guess
     first = excess.argsort(descending=True)[: N // 2]
     assert suspicions.order[: N // 2].tolist() == first.tolist()
-    assert torch.equal(suspicions.score("label"), excess)
+    torch.testing.assert_close(suspicions.score("label"), excess)
     tagger = world_of("tagger")
     q = fit_at_rest(tagger.task, structure="diag", curvature="mc_fisher", **FIT)
     suspicions = blr.suspicious(tagger.task, q, duplicates=False)
