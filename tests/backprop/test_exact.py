@@ -68,10 +68,10 @@ def patched_function(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
 
 
-@pytest.mark.parametrize("made", [patched_class, patched_function, swapping])
-def test_layers_that_were_patched(made, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("patched", [patched_class, patched_function, swapping])
+def test_layers_that_were_patched(patched, monkeypatch: pytest.MonkeyPatch) -> None:
     with seeded(0):
-        task = task_of(Case(made(monkeypatch).double(), normal(6, 3)))
+        task = task_of(Case(patched(monkeypatch).double(), normal(6, 3)))
     assert relative(jacobian_of(task, None), dense_jacobian(task, task.parameters())) < EXACT
     assert not any("forward" in vars(module) for module in task.model.modules())
 
@@ -82,13 +82,13 @@ def test_a_gpus_plan_is_checked_in_single_precision(monkeypatch) -> None:
     before = [place.fp32_precision for place in places]
     try:
         torch.backends.cuda.matmul.fp32_precision = "tf32"
-        said = [place.fp32_precision for place in places]
+        precisions = [place.fp32_precision for place in places]
         with plan._single_precision(torch.device("cuda")):
             assert {place.fp32_precision for place in places} == {"ieee"}
-        assert [place.fp32_precision for place in places] == said
+        assert [place.fp32_precision for place in places] == precisions
         task = task_of(Case(nn.Sequential(nn.Linear(3, 2)).double(), normal(5, 3)))
         jacobian_of(task, None)
-        assert [place.fp32_precision for place in places] == said
+        assert [place.fp32_precision for place in places] == precisions
     finally:
         for place, kind in zip(places, before, strict=True):
             place.fp32_precision = kind
@@ -116,7 +116,7 @@ CHANGES = {
     "another dtype": lambda m: m.float(),
     "training mode": lambda m: m.train(),
     "frozen weights": lambda m: m[0].requires_grad_(False),
-    "a hook": lambda m: m[0].register_forward_hook(lambda module, args, out: 2 * out),
+    "a hook": lambda m: m[0].register_forward_hook(lambda module, args, output: 2 * output),
 }
 
 
@@ -237,9 +237,11 @@ def test_a_bias_or_a_subclass_makes_no_difference(name: str, bias: bool, kind: s
     """The layer's own rule reads it, and no module around it is differentiated in its place."""
     layer, sizes, shape = ORDINARY[name]
     layer = layer if kind == "plain" else type("Renamed", (layer,), {})
-    first = {"batch_first": True} if name in ("rnn", "lstm") else {}
+    options = {"bias": bias}
+    if name in ("rnn", "lstm"):
+        options["batch_first"] = True
     with seeded(0):
-        parts = (nn.Tanh(), layer(*sizes, bias=bias, **first), FirstOutput())
+        parts = (nn.Tanh(), layer(*sizes, **options), FirstOutput())
         model = nn.Sequential(nn.Sequential(*parts), nn.LazyLinear(2)).double()
         task = task_of(Case(model, normal(5, *shape)))
     assert "0" not in ways(task).values()
@@ -279,13 +281,13 @@ def test_any_indices_in_any_order(name: str) -> None:
 def test_posterior_over_some_parameters_only() -> None:
     task, jacobian, _ = example("mlp")
     params = task.parameters()
-    kept = {n: p.clone() for n, p in params.items() if n.startswith("2")}
-    ones = {n: torch.ones_like(p) for n, p in kept.items()}
-    record = {"fixed": [n for n in params if n not in kept]}
-    q = Posterior(kept, ones, prior_precision=1.0, n_data=7, record=record)
-    columns = torch.cat([torch.full((p.numel(),), n in kept) for n, p in params.items()])
-    own = jacobian[..., columns]
-    assert relative(sensitivity(task, q).variance, own @ own.mT) < EXACT
+    mean = {n: p.clone() for n, p in params.items() if n.startswith("2")}
+    ones = {n: torch.ones_like(p) for n, p in mean.items()}
+    record = {"fixed": [n for n in params if n not in mean]}
+    q = Posterior(mean, ones, prior_precision=1.0, n_data=7, record=record)
+    columns = torch.cat([torch.full((p.numel(),), n in mean) for n, p in params.items()])
+    columns_of_mean = jacobian[..., columns]
+    assert relative(sensitivity(task, q).variance, columns_of_mean @ columns_of_mean.mT) < EXACT
 
 
 @settings(max_examples=25, deadline=None)

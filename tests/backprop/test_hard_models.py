@@ -42,10 +42,10 @@ def stacked(layer: nn.Module, *bias: int) -> nn.Module:
 
 def routed(m: Any, x: Tensor) -> Tensor:
     rows = x.flatten(0, 1)
-    out = rows.new_zeros(len(rows), 4)
+    mixed = rows.new_zeros(len(rows), 4)
     for expert, side in ((m.left, rows[:, 0] > 0), (m.right, rows[:, 0] <= 0)):
-        out[side] = torch.tanh(expert(rows[side]))
-    return m.out(out).view(len(x), 2, 2).mean(1)
+        mixed[side] = torch.tanh(expert(rows[side]))
+    return m.out(mixed).view(len(x), 2, 2).mean(1)
 
 
 def one_each_on_the_probe_only() -> Tensor:
@@ -90,8 +90,8 @@ def ensemble(m: Any, x: Tensor) -> Tensor:
 
 
 def packed(m: Any, rows: Tensor) -> Tensor:
-    how = dict(batch_first=True, enforce_sorted=False)
-    words = nn.utils.rnn.pack_padded_sequence(m.words(rows[:, :5]), rows[:, 5], **how)
+    options = dict(batch_first=True, enforce_sorted=False)
+    words = nn.utils.rnn.pack_padded_sequence(m.words(rows[:, :5]), rows[:, 5], **options)
     return m.out(m.seq(words)[1][0][-1])
 
 

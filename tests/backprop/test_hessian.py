@@ -101,16 +101,20 @@ def test_tensors_are_read_in_larger_batches_as_far_as_memory_goes() -> None:
     with seeded(0):
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
         wide = nn.Sequential(nn.Linear(4, 40_000), nn.Tanh(), nn.Linear(40_000, 3)).double()
-    few = Task(model, StackDataset(x, y), batch_size=8)
-    many, large = (Task(m, (x, y), batch_size=8) for m in (model, wide))
+    fetched = Task(model, StackDataset(x, y), batch_size=8)
+    tensors = Task(model, (x, y), batch_size=8)
+    of_wide_model = Task(wide, (x, y), batch_size=8)
     order = torch.arange(600)
-    params = many.parameters()
-    assert examples_per_pass(few, params, order) == examples_per_pass(many, params, order[:9]) == 8
-    assert examples_per_pass(many, params, order) > 600
-    assert 8 < examples_per_pass(large, large.parameters(), order) < 400  # 640 kB each of 64 MiB
-    (gradient, loss), (again, same) = (loss_and_gradient(t, params) for t in (many, few))
-    assert loss == pytest.approx(same, rel=1e-12)
-    assert relative(flatten(gradient), flatten(again)) < 1e-12
+    params = tensors.parameters()
+    assert examples_per_pass(fetched, params, order) == 8
+    assert examples_per_pass(tensors, params, order[:9]) == 8
+    assert examples_per_pass(tensors, params, order) > 600
+    n_wide = examples_per_pass(of_wide_model, of_wide_model.parameters(), order)
+    assert 8 < n_wide < 400  # 640 kB each of 64 MiB
+    gradient, loss = loss_and_gradient(tensors, params)
+    expected_gradient, expected_loss = loss_and_gradient(fetched, params)
+    assert loss == pytest.approx(expected_loss, rel=1e-12)
+    assert relative(flatten(gradient), flatten(expected_gradient)) < 1e-12
 
 
 def test_a_parameter_that_the_outputs_do_not_depend_on_has_no_curvature() -> None:
@@ -159,15 +163,17 @@ class Words(nn.Module):
 
 
 def test_embeddings_of_sparse_gradients_have_the_products_of_others() -> None:
-    actual = []
+    vectors = []  # the gradient and the Hessian's products, dense and sparse
     for sparse in (False, True):
         with seeded(0):
             model = Words(nn.Embedding(7, 3, sparse=sparse)).double()
             task = Task(model, (torch.randint(7, (9, 4)), torch.arange(9) % 2))
         slope = flatten(loss_and_gradient(task, task.parameters())[0])
-        actual.append((slope, rows(product(task))))
+        vectors.append((slope, rows(product(task))))
         assert model.table.sparse is sparse
-    assert all(bool(one.any()) and torch.equal(one, two) for one, two in zip(*actual, strict=True))
+    for dense, of_sparse in zip(*vectors, strict=True):
+        assert bool(dense.any())
+        assert torch.equal(dense, of_sparse)
 
 
 def test_what_torch_cannot_differentiate_is_named() -> None:

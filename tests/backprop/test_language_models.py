@@ -114,8 +114,8 @@ def language(dtype: torch.dtype) -> Task:
 
 
 def fitted(task: Task, structure: str) -> blr.Posterior:
-    how: dict[str, Any] = {"prior_precision": 1.0, "curvature": "empirical_fisher"}
-    return blr.fit_laplace(task, structure=structure, **how)
+    settings: dict[str, Any] = {"prior_precision": 1.0, "curvature": "empirical_fisher"}
+    return blr.fit_laplace(task, structure=structure, **settings)
 
 
 def test_a_tied_table_is_never_made_for_each_example() -> None:
@@ -151,10 +151,10 @@ def test_the_mean_of_a_half_precision_model_is_held_in_it() -> None:
     task = task_of(model, sequences(10))
     q = fitted(task, "diag")
     wide = Posterior(dict(q.mean), q.form, prior_precision=1.0, n_data=10)
-    held = narrow(q.mean)
-    assert {m.dtype for m in held.values()} == {torch.bfloat16}
+    narrow_mean = narrow(q.mean)
+    assert {m.dtype for m in narrow_mean.values()} == {torch.bfloat16}
     assert {m.dtype for m in q.mean.values()} == {torch.float32}
-    assert all(m is held[n] for n, m in narrow(q.on(task).mean).items())
+    assert all(m is narrow_mean[n] for n, m in narrow(q.on(task).mean).items())
     assert q.to("cpu", torch.float64).mean["words.weight"].dtype == torch.float64
     ours, theirs = (blr.influence(task, p, task).matrix for p in (q, wide))
     assert torch.equal(ours, theirs)

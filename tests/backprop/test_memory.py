@@ -59,8 +59,8 @@ def build(name: str, n: int, **options: Any) -> Task:
 
 
 def posterior_for(task: Task, structure: str) -> Posterior:
-    some = task.subset(range(min(16, task.n_data)))
-    q = fit_laplace(some, structure=structure, prior_precision=1.0)
+    part = task.subset(range(min(16, task.n_data)))
+    q = fit_laplace(part, structure=structure, prior_precision=1.0)
     return Posterior(q.mean, q.form, prior_precision=1.0, n_data=task.n_data)
 
 
@@ -149,13 +149,13 @@ def test_the_budget_is_used() -> None:
 )
 def test_batch_sizes_and_budgets_are_kept(options: dict[str, int], sizes: list[int]) -> None:
     task = build("mlp", 10, **options)
-    seen = []
+    sizes_seen = []
     q = posterior_for(task, "diag")
-    task.model.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    task.model.register_forward_pre_hook(lambda module, args: sizes_seen.append(len(args[0])))
     sensitivity(task, q)  # what is met for the first time is also recognised
-    seen.clear()
+    sizes_seen.clear()
     sensitivity(task, q)
-    assert seen == sizes
+    assert sizes_seen == sizes
 
 
 def test_frozen_layers_cost_nothing() -> None:

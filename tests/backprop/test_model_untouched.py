@@ -90,7 +90,7 @@ class Fragile(nn.Module):
 
 @pytest.mark.parametrize("after", range(0, 9))
 @pytest.mark.parametrize(
-    ("error", "seen"),
+    ("error", "raised"),
     [
         (RuntimeError("shapes"), ModelError),
         (KeyError("mask"), ModelError),
@@ -99,10 +99,10 @@ class Fragile(nn.Module):
         (MemoryError(), MemoryError),
     ],
 )
-def test_after_an_exception_in_the_forward_pass(error, seen, after: int) -> None:
+def test_after_an_exception_in_the_forward_pass(error, raised, after: int) -> None:
     model = mixed_modes(Fragile(error, after).double())
     task = Task(model, (normal(6, 3), torch.arange(6) % 2))
-    with untouched(model), pytest.raises(seen):
+    with untouched(model), pytest.raises(raised):
         q = fit_laplace(task, structure="kron", prior_precision=1.0)
         sensitivity(task, q)
 
@@ -126,11 +126,11 @@ def test_weights_swapped_by_the_analysis_are_the_posteriors() -> None:
     """Inside, the model runs at the mean; outside, at its own weights, at any time."""
     model = graph(lambda m, x: m.out(x), out=nn.Linear(3, 2))
     task = Task(model, (normal(6, 3), torch.arange(6) % 2))
-    own = model.out.weight.detach().clone()
+    own_weight = model.out.weight.detach().clone()
     params = {n: torch.zeros_like(p) for n, p in task.parameters().items()}
     for chunk in chunks(task, params, size=2):
         assert torch.equal(chunk.outputs, torch.zeros(2, 2, dtype=torch.float64))
-        assert torch.equal(model.out.weight, own)
+        assert torch.equal(model.out.weight, own_weight)
 
 
 def places(m: Graph, x: Tensor) -> Tensor:

@@ -142,9 +142,9 @@ def test_an_input_that_is_overwritten_is_refused() -> None:
     model = network(plain)
     model.get_submodule("first").weight.requires_grad_(False)
     reader = Last(model)
-    given = X.clone()
-    loss = losses(model(given)).sum()
-    given.add_(1.0)
+    inputs = X.clone()
+    loss = losses(model(inputs)).sum()
+    inputs.add_(1.0)
     with pytest.raises(ModelError, match="in place"):
         loss.backward()
     reader.tape.stop()

@@ -48,11 +48,11 @@ def outer(
     weight = torch.einsum("bkgto,bgti->bkgoi", stacked, a)
     weight = weight.squeeze(2).mT if turned else weight.reshape(B, k, *shape)
     bias = stacked.sum(3).reshape(B, k, g * o)
-    both = dict(zip(("w", "b"), (weight, bias), strict=True))
-    joint = Joint(
-        *(n if n in names else None for n in ("w", "b")), MatrixShape(g, o, i, shape, turned)
-    )
-    return Outer(joint, a, d), {n: both[n] for n in names}
+    gradients = {"w": weight, "b": bias}
+    weight_name = "w" if "w" in names else None
+    bias_name = "b" if "b" in names else None
+    joint = Joint(weight_name, bias_name, MatrixShape(g, o, i, shape, turned))
+    return Outer(joint, a, d), {n: gradients[n] for n in names}
 
 
 def rows(k: int = 2, first: int = 0) -> tuple[Term, Tree]:
@@ -73,11 +73,11 @@ def dense(k: int = 2) -> tuple[Term, Tree]:
 
 def tied(k: int = 2, *, names=("w", "b"), first: bool = True) -> tuple[Term, Tree]:
     """A table of 6 words that is the read-out too, over 5 positions."""
-    table, said = rows(k, first=1)
+    table, of_table = rows(k, first=1)
     matrix, truth = outer(t=5, o=6, i=2, k=k, names=names)
     (term,) = merged([table, matrix] if first else [matrix, table])
     assert not isinstance(term, Dense)  # no table for each example
-    return term, {n: said[n] + g if n in said else g for n, g in truth.items()}
+    return term, {n: of_table[n] + g if n in of_table else g for n, g in truth.items()}
 
 
 TIED = ("tied", "tied with a bias", "tied, of one column")
@@ -108,7 +108,7 @@ KINDS = {
 
 
 @pytest.fixture(params=KINDS)
-def made(request) -> tuple[Term, Tree]:
+def case(request) -> tuple[Term, Tree]:
     return KINDS[request.param]()
 
 
@@ -127,15 +127,15 @@ def same(ours: Tree, truth: Tree) -> None:
         assert relative(ours[name], x) < EXACT
 
 
-def test_what_it_holds(made: tuple[Term, Tree]) -> None:
-    term, truth = made
+def test_what_it_holds(case: tuple[Term, Tree]) -> None:
+    term, truth = case
     assert set(term.names) == set(truth)
     assert (term.n_examples, term.n_columns) == next(iter(truth.values())).shape[:2]
     same(term.jacobian(), truth)
 
 
-def test_sums(made: tuple[Term, Tree]) -> None:
-    term, truth = made
+def test_sums(case: tuple[Term, Tree]) -> None:
+    term, truth = case
     same(term.sum(), {n: g.sum((0, 1)) for n, g in truth.items()})
     squares = {n: g.square().sum((0, 1)) for n, g in truth.items()}
     same(term.square_sum(), squares)
@@ -152,8 +152,8 @@ def together(request, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("together")
-def test_gram(made: tuple[Term, Tree]) -> None:
-    term, truth = made
+def test_gram(case: tuple[Term, Tree]) -> None:
+    term, truth = case
     variance = {n: x.exp() for n, x in like(truth).items()}
     j = flat(truth, 2)
     expected = torch.einsum("bkp,p,blp->bkl", j, flat(variance, 0), j)
@@ -166,8 +166,8 @@ def test_gram(made: tuple[Term, Tree]) -> None:
 
 @pytest.mark.parametrize("r", [1, 3, 40])
 @pytest.mark.parametrize("room", [None, 1])
-def test_products_and_combinations(made: tuple[Term, Tree], r: int, room: int | None) -> None:
-    term, truth = made
+def test_products_and_combinations(case: tuple[Term, Tree], r: int, room: int | None) -> None:
+    term, truth = case
     stack = like(truth, r)
     scale = like(truth, seed=20)
     j = flat(truth, 2)
@@ -183,8 +183,8 @@ def test_products_and_combinations(made: tuple[Term, Tree], r: int, room: int | 
     assert relative(flat(into, 1), torch.einsum("bkr,bkp->rp", weights, j)) < EXACT
 
 
-def test_parts_and_precision(made: tuple[Term, Tree]) -> None:
-    term, truth = made
+def test_parts_and_precision(case: tuple[Term, Tree]) -> None:
+    term, truth = case
     same(term.part(slice(1, 3)).jacobian(), {n: g[1:3] for n, g in truth.items()})
     sizes = range(0, term.n_examples, 2)
     for start, part in zip(sizes, term.divided(2), strict=True):
@@ -195,10 +195,10 @@ def test_parts_and_precision(made: tuple[Term, Tree]) -> None:
         assert relative(single[name].double(), g) < 1e-5
 
 
-def test_shared_parameters_are_added_before_any_square(made: tuple[Term, Tree]) -> None:
-    term, truth = made
-    (both,) = merged([term, term])
-    same(both.jacobian(), {n: 2 * g for n, g in truth.items()})
+def test_shared_parameters_are_added_before_any_square(case: tuple[Term, Tree]) -> None:
+    term, truth = case
+    (doubled,) = merged([term, term])
+    same(doubled.jacobian(), {n: 2 * g for n, g in truth.items()})
     (mixed,) = merged([term, Dense(truth)])
     same(mixed.jacobian(), {n: 2 * g for n, g in truth.items()})
 
@@ -219,9 +219,9 @@ def test_projections_on_matrices_of_rank_one(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("together")
-def test_rotation(made: tuple[Term, Tree]) -> None:
+def test_rotation(case: tuple[Term, Tree]) -> None:
     """U_Gᵀ G U_A in any orthogonal basis, and its gram."""
-    term, truth = made
+    term, truth = case
     if isinstance(term, Outer):
         joint = term.joint
     else:  # a weight with its bias as the last column, or a table
@@ -229,8 +229,9 @@ def test_rotation(made: tuple[Term, Tree]) -> None:
         shape = tuple(truth["w"].shape[2:])
         joint = Joint("w", rest, MatrixShape(1, *shape, shape))
     matrices = joint.join(truth).movedim(1, 2)  # [B, g, K, O, I']
-    g, o, i = matrices.shape[1], *matrices.shape[3:]
-    right, left = (torch.linalg.qr(normal(g, n, n, seed=n))[0] for n in (i, o))
+    _, g, _, o, i = matrices.shape
+    right = torch.linalg.qr(normal(g, i, i, seed=i))[0]
+    left = torch.linalg.qr(normal(g, o, o, seed=o))[0]
     basis = Basis(joint.weight, joint.bias, joint.layout, right, left)
     turned = torch.einsum("gpo,bgkpq,gqi->bkgoi", left, matrices, right)
     same(term.rotated(basis).jacobian(), {basis.key: turned})
@@ -274,8 +275,9 @@ def test_single_precision_products(turned: str, lead: tuple[int, ...], monkeypat
     assert relative(matmul.product(a, b).double(), truth) < 1e-6
     part = matmul.product(a[..., 3:27, :17], b[..., :17, 5:])
     assert relative(part.double(), a[..., 3:27, :17].double() @ b[..., :17, 5:].double()) < 1e-6
-    many = [x.expand(3, *x.shape[-2:]) for x in (a, b)]
-    assert relative(matmul.batch_product(*many).double(), truth.expand(3, 40, 20)) < 1e-6
+    a_stack = a.expand(3, *a.shape[-2:])
+    b_stack = b.expand(3, *b.shape[-2:])
+    assert relative(matmul.batch_product(a_stack, b_stack).double(), truth.expand(3, 40, 20)) < 1e-6
     if not lead:
         bias = normal(20, seed=2).float()
         assert relative(matmul.product(a, b, bias).double(), truth + bias.double()) < 1e-6

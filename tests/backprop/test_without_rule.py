@@ -25,13 +25,13 @@ def test_what_has_no_rule_is_named_once(name: str) -> None:
         case: Case = CASES[name]()
     task = task_of(case)
     words = NAMED[name]
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         jacobian_of(task, 3)
         jacobian_of(task, 3)
-    said = [str(w.message) for w in told if "no layer rule" in str(w.message)]
-    assert len(said) == (words is not None)
+    messages = [str(w.message) for w in caught if "no layer rule" in str(w.message)]
+    assert len(messages) == (words is not None)
     if words is not None:
-        share = re.search(rf"{words}.* (\d+)% of a sweep's time", said[0])
+        share = re.search(rf"{words}.* (\d+)% of a sweep's time", messages[0])
         assert share is not None
         assert 0 < int(share[1]) <= 100

@@ -16,8 +16,13 @@ def main(arguments: list[str]) -> Trainer:
     model = transformers.AutoModelForSequenceClassification.from_pretrained(checkpoint)
     raw = datasets.load_dataset("csv", data_files=file, split="train")
     data = raw.map(lambda rows: tokenizer(rows["sentence"], truncation=True), batched=True)
-    how = {"train_dataset": data, "eval_dataset": data, "processing_class": tokenizer}
-    trainer = Trainer(model=model, args=args, **how)
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=data,
+        eval_dataset=data,
+        processing_class=tokenizer,
+    )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     return trainer

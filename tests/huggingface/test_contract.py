@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,12 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         logits = self.body(x)
-        loss = {} if labels is None else {"loss": nn.functional.cross_entropy(logits, labels)}
-        return loss | {"logits": logits}
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def optimizer(kind: str, model: nn.Module) -> Any:
+def optimizer_of(kind: str, model: nn.Module) -> Any:
     if kind == "adamw":
         return torch.optim.AdamW(model.parameters(), **TOLD[kind])
     if kind == "ivon":
@@ -73,12 +75,12 @@ def optimizer(kind: str, model: nn.Module) -> Any:
     return make(kind, model, N)
 
 
-def contexts(own: Any, divided_by: int = 1) -> Iterator[Any]:
+def contexts(optimizer: Any, divided_by: int = 1) -> Iterator[Any]:
     """Around each forward and backward pass of a minibatch."""
-    draws = hasattr(own, "sampled_params")
-    yield own.sampled_params(train=True, divided_by=divided_by) if draws else nullcontext()
-    if hasattr(own, "adversarial_params"):
-        yield own.adversarial_params(divided_by=divided_by)
+    draws = hasattr(optimizer, "sampled_params")
+    yield optimizer.sampled_params(train=True, divided_by=divided_by) if draws else nullcontext()
+    if hasattr(optimizer, "adversarial_params"):
+        yield optimizer.adversarial_params(divided_by=divided_by)
 
 
 @dataclass
@@ -94,20 +96,21 @@ class Run:
 def looped(kind: str, count: int = 1, clip: float = 0.0) -> Run:
     """By hand: ``count`` minibatches a step, a draw for each."""
     model = Net(kind)
-    own = optimizer(kind, model)
-    checkpoints = blr.Checkpoints(model, steps=STEPS, optimizer=own)
+    optimizer = optimizer_of(kind, model)
+    checkpoints = blr.Checkpoints(model, steps=STEPS, optimizer=optimizer)
     for step in torch.arange(N).split(BATCH * count) * EPOCHS:
-        own.zero_grad()
+        optimizer.zero_grad()
         for part in step.split(BATCH):
-            for context in contexts(own):
+            for context in contexts(optimizer):
                 with context:
                     model(X[part], Y[part])["loss"].backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
-        own.step()
+        optimizer.step()
         checkpoints.step()
-    how: Any = {"epochs": EPOCHS, "batch_size": BATCH}
-    recipe = blr.Recipe(kind, **how, **TOLD[kind]) if kind in TOLD else None
+    recipe = None
+    if kind in TOLD:
+        recipe = blr.Recipe(kind, epochs=EPOCHS, batch_size=BATCH, **TOLD[kind])
     return Run(model, checkpoints, recipe, lambda: checkpoints.posterior(n_data=N))
 
 
@@ -117,7 +120,7 @@ def near(ours: Any, theirs: Any, rtol: float = 1e-4, atol: float = 1e-5) -> None
 
 
 @dataclass
-class How:
+class Variant:
     """``half``: in bfloat16, or in float16 with a scaled loss by means of a monkeypatch;
     ``resume``: after the first epoch of such a run, from other weights."""
 
@@ -131,14 +134,14 @@ class TrainerContract:
     """Every way of training takes the steps of the loop by hand, and leaves what it leaves."""
 
     @classmethod
-    def trained(cls, kind: str, folder: Path, how: How) -> Run:
+    def trained(cls, kind: str, folder: Path, variant: Variant) -> Run:
         """In order, the minibatches of :func:`looped`."""
         raise NotImplementedError
 
     @pytest.mark.parametrize("kind", ["adamw", "ivon"])
     def test_it_leaves_what_the_loop_leaves(self, tmp_path: Path, kind: str) -> None:
         """Weights and buffers, their checkpoints, the recipe, the posterior with earlier ones."""
-        runs = self.trained(kind, tmp_path, How()), looped(kind)
+        runs = self.trained(kind, tmp_path, Variant()), looped(kind)
         near(runs[0].model, runs[1].model)
         assert runs[0].recipe.record == runs[1].recipe.record
         near(runs[0].recipe.initial, Net(""), 0, 0)
@@ -147,34 +150,35 @@ class TrainerContract:
         posteriors = [r.posterior().run for r in runs]
         assert {*map(len, states)} == {3}
         assert {*map(len, posteriors)} == {4}
-        for one, other in zip(*states, strict=True):
-            near(one, other)
+        for actual, expected in zip(*states, strict=True):
+            near(actual, expected)
         for p, q in zip(*posteriors, strict=True):
             near(p.mean, q.mean)
             near(p.form.diagonal(), q.form.diagonal(), rtol=1e-3, atol=0)
 
     @pytest.mark.parametrize("row", ROWS)
     def test_gradients_accumulate_and_are_clipped(self, tmp_path: Path, row: str) -> None:
-        ours = self.trained(row, tmp_path, How(count=2, clip=0.1)).model
+        ours = self.trained(row, tmp_path, Variant(count=2, clip=0.1)).model
         near(ours, looped(row, count=2, clip=0.1).model)
 
     @pytest.mark.parametrize("row", [row for row in ROWS if row != "BSAM"])
     def test_float16_with_a_loss_scale(
         self, tmp_path: Path, row: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        ours = self.trained(row, tmp_path, How(2, half=monkeypatch)).model
+        ours = self.trained(row, tmp_path, Variant(2, half=monkeypatch)).model
         near(ours, looped(row, count=2).model, 0.1, 0.1)
         with pytest.raises(AssertionError):
             near(ours, Net(row))
 
     def test_bfloat16(self, tmp_path: Path) -> None:
-        ours = self.trained("ivon", tmp_path, How(clip=0.1, half=BFLOAT)).model
+        ours = self.trained("ivon", tmp_path, Variant(clip=0.1, half=BFLOAT)).model
         near(ours, looped("ivon", clip=0.1).model, 0.1, 0.05)
 
     @pytest.mark.parametrize("row", ROWS)
     def test_a_resumed_run_ends_with_the_same_bits(self, tmp_path: Path, row: str) -> None:
-        whole, again = (self.trained(row, tmp_path, How(resume=resume)) for resume in (False, True))
-        near(again.model, whole.model, 0, 0)
+        whole = self.trained(row, tmp_path, Variant(resume=False))
+        resumed = self.trained(row, tmp_path, Variant(resume=True))
+        near(resumed.model, whole.model, 0, 0)
 
 
 class Ordered(Trainer):
@@ -186,8 +190,8 @@ class Ordered(Trainer):
 
 class TestTrainer(TrainerContract):
     @classmethod
-    def trained(cls, kind: str, folder: Path, how: How) -> Run:
-        model = Net(kind, seed=how.resume)
+    def trained(cls, kind: str, folder: Path, variant: Variant) -> Run:
+        model = Net(kind, seed=variant.resume)
         callback = CheckpointsCallback()
         settings = {
             "num_train_epochs": EPOCHS,
@@ -198,9 +202,9 @@ class TestTrainer(TrainerContract):
             "logging_strategy": "no",
             "save_steps": EACH,
             "lr_scheduler_type": "constant",
-            "max_grad_norm": how.clip,
-            "gradient_accumulation_steps": how.count,
-            "bf16": how.half == BFLOAT,
+            "max_grad_norm": variant.clip,
+            "gradient_accumulation_steps": variant.count,
+            "bf16": variant.half == BFLOAT,
         }
         base = {"ivon": (IVONTrainer,), "adamw": ()}.get(kind, (VariationalTrainer,))
         run: Any = type("Mine", (*base, Ordered), {})(
@@ -208,15 +212,17 @@ class TestTrainer(TrainerContract):
             TrainingArguments(str(folder), **settings),
             train_dataset=DATA,
             callbacks=[callback],
-            optimizers=(optimizer(kind, model), None),
+            optimizers=(optimizer_of(kind, model), None),
         )
-        scaler = float16_on_a_cpu(run.accelerator, how.half) if how.half not in FULL else None
+        scaler = None
+        if variant.half not in FULL:
+            scaler = float16_on_a_cpu(run.accelerator, variant.half)
         place = str(folder / f"checkpoint-{EACH}")
-        run.train(resume_from_checkpoint=place if how.resume else None)
+        run.train(resume_from_checkpoint=place if variant.resume else None)
         assert scaler is None or scaler.get_scale() == 2048  # it grew twice, and met no infinity
-        kept = callback.checkpoints
-        posterior = getattr(run, "posterior", lambda: kept.posterior(n_data=N))  # type: ignore[union-attr]
-        return Run(model, kept, callback.recipe, posterior)
+        checkpoints = callback.checkpoints
+        posterior = getattr(run, "posterior", lambda: checkpoints.posterior(n_data=N))  # type: ignore[union-attr]
+        return Run(model, checkpoints, callback.recipe, posterior)
 
 
 class Module(lightning.pytorch.LightningModule):
@@ -229,72 +235,78 @@ class Module(lightning.pytorch.LightningModule):
         return self.net(**batch)["loss"]
 
     def configure_optimizers(self) -> Any:
-        return optimizer(self.kind, self.net)
+        return optimizer_of(self.kind, self.net)
 
 
 class TestLightning(TrainerContract):
     @classmethod
-    def trained(cls, kind: str, folder: Path, how: How) -> Run:
-        module = Module(kind, seed=how.resume)
+    def trained(cls, kind: str, folder: Path, variant: Variant) -> Run:
+        module = Module(kind, seed=variant.resume)
         callback = LightningCheckpoints(submodule="net")
         saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
-        draws = [] if kind == "adamw" else [VariationalSteps()]
-        more: Any = {"precision": "bf16-mixed"} if how.half == BFLOAT else {}
-        if how.half not in FULL:  # by name on a CPU, where "16-mixed" means bfloat16
+        callbacks: list[Any] = [callback, saver]
+        if kind != "adamw":
+            callbacks.insert(1, VariationalSteps())
+        plugins = None
+        if variant.half not in FULL:  # by name on a CPU, where "16-mixed" means bfloat16
             scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
-            more["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
+            plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
         trainer = lightning.Trainer(
             max_epochs=EPOCHS,
-            callbacks=[callback, *draws, saver],
+            callbacks=callbacks,
+            precision="bf16-mixed" if variant.half == BFLOAT else None,
+            plugins=plugins,
             logger=False,
             accelerator="cpu",
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=str(folder),
-            accumulate_grad_batches=how.count,
-            gradient_clip_val=how.clip or None,
-            **more,
+            accumulate_grad_batches=variant.count,
+            gradient_clip_val=variant.clip or None,
         )
         loader: Any = DataLoader(DATA, batch_size=BATCH)  # type: ignore[arg-type]
-        trainer.fit(module, loader, ckpt_path=folder / "epoch=0.ckpt" if how.resume else None)
-        own: Any = trainer.optimizers[0]
-        assert "step" not in vars(own)
-        assert getattr(own, "_step_supports_amp_scaling", True)
-        kept: Any = callback.checkpoints
-        return Run(module.net, kept, callback.recipe, lambda: kept.posterior(n_data=N))
+        trainer.fit(module, loader, ckpt_path=folder / "epoch=0.ckpt" if variant.resume else None)
+        optimizer: Any = trainer.optimizers[0]
+        assert "step" not in vars(optimizer)
+        assert getattr(optimizer, "_step_supports_amp_scaling", True)
+        checkpoints: Any = callback.checkpoints
+        posterior = partial(checkpoints.posterior, n_data=N)
+        return Run(module.net, checkpoints, callback.recipe, posterior)
 
 
 class TestAccelerate(TrainerContract):
     @classmethod
-    def trained(cls, kind: str, folder: Path, how: How) -> Run:
+    def trained(cls, kind: str, folder: Path, variant: Variant) -> Run:
         """As docs/training.md says."""
-        more: Any = {"mixed_precision": BFLOAT} if how.half == BFLOAT else {}
         AcceleratorState._reset_state()
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=how.count, **more)
-        if how.half not in FULL:
-            float16_on_a_cpu(accelerator, how.half)
-        # type: ignore[arg-type]
-        model = Net(kind, seed=how.resume)
-        loader = DataLoader(DATA, batch_size=BATCH)
-        net, wrapped, loader = accelerator.prepare(model, optimizer(kind, model), loader)
-        own = wrapped.optimizer
-        checkpoints = blr.Checkpoints(net, steps=STEPS, folder=folder / "run", optimizer=own)
+        accelerator = Accelerator(
+            cpu=True,
+            gradient_accumulation_steps=variant.count,
+            mixed_precision=BFLOAT if variant.half == BFLOAT else None,
+        )
+        if variant.half not in FULL:
+            float16_on_a_cpu(accelerator, variant.half)
+        model = Net(kind, seed=variant.resume)
+        loader = DataLoader(DATA, batch_size=BATCH)  # type: ignore[arg-type]
+        net, wrapped, loader = accelerator.prepare(model, optimizer_of(kind, model), loader)
+        optimizer = wrapped.optimizer
+        checkpoints = blr.Checkpoints(net, steps=STEPS, folder=folder / "run", optimizer=optimizer)
         checkpoints.begin()
-        if how.resume:
+        if variant.resume:
             accelerator.load_state(str(folder / "state"))
-        for epoch in range(how.resume, EPOCHS):
+        for epoch in range(variant.resume, EPOCHS):
             for batch in loader:
                 with accelerator.accumulate(net):
-                    for context in contexts(own, how.count):
+                    for context in contexts(optimizer, variant.count):
                         with context:
                             accelerator.backward(net(**batch)["loss"])
-                    if how.clip and accelerator.sync_gradients:
-                        accelerator.clip_grad_norm_(net.parameters(), how.clip)
+                    if variant.clip and accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(net.parameters(), variant.clip)
                     wrapped.step()
                     wrapped.zero_grad()
                     if accelerator.sync_gradients:
                         checkpoints.step()
-            if epoch == 0 and not how.resume:
+            if epoch == 0 and not variant.resume:
                 accelerator.save_state(str(folder / "state"))
         recipe: Any = recipe_of(
             wrapped, model, factors=[1.0] * STEPS, steps=STEPS, batch_size=BATCH, n_data=N

@@ -114,10 +114,10 @@ def test_factors_of_weights_in_other_pieces_are_refused(
     folders: dict[str, Path], family: str, tmp_path: Path
 ) -> None:
     texts = folders[family] / "texts.txt"
-    out = tmp_path / "out"
+    target = tmp_path / "out"
     with pytest.raises(ModelError, match=r"experts.*other pieces.*structure='diag'"):
-        fisher(folders[family], texts, structure="kron", out=out)
-    assert not out.exists()
+        fisher(folders[family], texts, structure="kron", out=target)
+    assert not target.exists()
 
 
 def test_what_fills_no_tensor_of_the_files_is_refused(folders: dict[str, Path]) -> None:

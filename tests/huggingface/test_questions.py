@@ -104,7 +104,9 @@ def test_the_loss_is_that_of_transformers(form: str, side: str, llm: Path, tmp_p
     loaded = load_model(llm)
     loaded.tokenizer.chat_template = template
     loaded.tokenizer.padding_side = side
-    columns = {"prompt": "ask", "answer": "say"} if form == "other columns" else {}
+    columns = {}
+    if form == "other columns":
+        columns = {"prompt": "ask", "answer": "say"}
     longer = json.loads(json.dumps(row).replace("the film", "the very good film"))
     task = language_task(loaded, written(tmp_path / "rows.jsonl", [longer, row]), **columns)
 

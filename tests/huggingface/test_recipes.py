@@ -60,7 +60,7 @@ def model() -> nn.Module:
 def run(folder: Path, net: nn.Module, optimizers: Any = (None, None), **settings: Any) -> Any:
     """The recipe of a Trainer's run, all examples in every step."""
     callback = CheckpointsCallback()
-    how: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "max_steps": STEPS,
         "per_device_train_batch_size": N,
         "learning_rate": 0.01,
@@ -72,7 +72,7 @@ def run(folder: Path, net: nn.Module, optimizers: Any = (None, None), **settings
     }
     trainer = Trainer(
         net,  # type: ignore[arg-type]
-        TrainingArguments(str(folder), **how | settings),
+        TrainingArguments(str(folder), **arguments | settings),
         train_dataset=DATA,  # type: ignore[arg-type]
         eval_dataset=DATA,  # type: ignore[arg-type]
         callbacks=[callback],
@@ -99,8 +99,8 @@ def way_off(net: nn.Module, recipe: Any) -> float:
 def test_every_schedule_is_carried(schedule: str, tmp_path: Path) -> None:
     """With weight decay, of which Trainer takes out biases and norms, and with clipping."""
     net = model()
-    how = {"weight_decay": 5.0, "max_grad_norm": 0.05, **CARRIED[schedule]}
-    recipe = run(tmp_path, net, lr_scheduler_type=schedule, **how)
+    arguments = {"weight_decay": 5.0, "max_grad_norm": 0.05, **CARRIED[schedule]}
+    recipe = run(tmp_path, net, lr_scheduler_type=schedule, **arguments)
     assert recipe.known
     assert not recipe.note
     assert way_off(net, recipe) < 1e-3
@@ -112,10 +112,10 @@ def test_accumulation_groups_and_other_schedules_are_carried(tmp_path: Path) -> 
     head = [p for n, p in net.named_parameters() if n.startswith("classifier")]
     body = [p for n, p in net.named_parameters() if not n.startswith("classifier")]
     groups = [{"params": body}, {"params": head, "lr": 0.1, "momentum": 0.5}]
-    own = torch.optim.SGD(groups, lr=0.02, momentum=0.9)
-    cycle = OneCycleLR(own, [0.02, 0.1], total_steps=STEPS, cycle_momentum=False)
-    how = {"per_device_train_batch_size": N // 4, "gradient_accumulation_steps": 4}
-    recipe = run(tmp_path, net, (own, cycle), **how)
+    optimizer = torch.optim.SGD(groups, lr=0.02, momentum=0.9)
+    cycle = OneCycleLR(optimizer, [0.02, 0.1], total_steps=STEPS, cycle_momentum=False)
+    arguments = {"per_device_train_batch_size": N // 4, "gradient_accumulation_steps": 4}
+    recipe = run(tmp_path, net, (optimizer, cycle), **arguments)
     assert recipe.known
     assert recipe.batch_size == N
     assert way_off(net, recipe) < 1e-3

@@ -34,8 +34,8 @@ def trained(folder: Path, way: str) -> Path:
     (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, rows[:2])))
     ids = tiny.tokenizer(pairs=False)(texts).input_ids
     model = tiny.build("llama", "causal_lm", tie_word_embeddings=True)
-    out = folder / "lm"
-    how: dict[str, Any] = {
+    folder_of_model = folder / "lm"
+    arguments: dict[str, Any] = {
         "num_train_epochs": 8,
         "per_device_train_batch_size": N,
         "save_steps": 1,
@@ -47,12 +47,12 @@ def trained(folder: Path, way: str) -> Path:
     }
     kind(
         model,
-        TrainingArguments(str(out), **how),
+        TrainingArguments(str(folder_of_model), **arguments),
         train_dataset=[{"input_ids": i, "labels": i} for i in ids],
         callbacks=[callback() for callback in callbacks],
     ).train()
-    tiny.save(out, model, pairs=False)
-    return out
+    tiny.save(folder_of_model, model, pairs=False)
+    return folder_of_model
 
 
 @pytest.mark.slow
@@ -60,29 +60,29 @@ def trained(folder: Path, way: str) -> Path:
 def test_a_trainers_folder_is_indexed_queried_and_audited(
     way: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = trained(tmp_path, way)
+    folder_of_model = trained(tmp_path, way)
     monkeypatch.chdir(tmp_path)
-    how = ("--fit", "diag", "--prior-precision", 1)
-    assert run(capsys, "index", "lm", "data.jsonl", *how, "--out", "index")[0] == 0
+    fit = ("--fit", "diag", "--prior-precision", 1)
+    assert run(capsys, "index", "lm", "data.jsonl", *fit, "--out", "index")[0] == 0
     stored = blr.Index.open("index").posterior
     assert "checkpoint" in stored.record  # it stands at half of the run
-    code, said, err = run(capsys, "query", "index", "asked.jsonl", "--top", 1)
-    assert code == 0 and said, err
-    other = f"{out.name}/checkpoint-4"
-    tiny.tokenizer(pairs=False).save_pretrained(other)
-    asked = ("query", "index", "asked.jsonl", "--top", 1, "--model", other)
-    assert "weights" in refused(capsys, *asked)
+    code, output, err = run(capsys, "query", "index", "asked.jsonl", "--top", 1)
+    assert code == 0 and output, err
+    another_checkpoint = f"{folder_of_model.name}/checkpoint-4"
+    tiny.tokenizer(pairs=False).save_pretrained(another_checkpoint)
+    query = ("query", "index", "asked.jsonl", "--top", 1, "--model", another_checkpoint)
+    assert "weights" in refused(capsys, *query)
 
     question = ("--remove", "source == 'a'", "--solver", "posterior")
-    plain = run(capsys, "what-if", "lm", "data.jsonl", *how, *question)
+    plain = run(capsys, "what-if", "lm", "data.jsonl", *fit, *question)
     half = run(capsys, "what-if", "lm", "data.jsonl", "-p", HALF, *question)
     assert plain[0] == half[0] == 0, half[2]
     assert ELSEWHERE[4:] not in plain[1] + plain[2]
     assert ELSEWHERE in half[2]
     assert ELSEWHERE[4:] in " ".join(half[1].split())
     argv = ("lm", "data.jsonl", "--by", "none")
-    code, said, err = run(capsys, "audit", *argv, *how, "--out", "whole")
-    assert code == 0 and ELSEWHERE[4:] not in " ".join(said.split()), err
-    code, said, err = run(capsys, "audit", *argv, "-p", HALF, "--out", "half")
-    assert code == 0 and ELSEWHERE[4:] in " ".join(said.split()), err
+    code, output, err = run(capsys, "audit", *argv, *fit, "--out", "whole")
+    assert code == 0 and ELSEWHERE[4:] not in " ".join(output.split()), err
+    code, output, err = run(capsys, "audit", *argv, "-p", HALF, "--out", "half")
+    assert code == 0 and ELSEWHERE[4:] in " ".join(output.split()), err
     assert ELSEWHERE[4:] in (tmp_path / "half" / "report.html").read_text()

@@ -66,7 +66,7 @@ def prepared(
     **settings: Any,
 ) -> Any:
     """Two steps an epoch, and a checkpoint after each epoch."""
-    how = {
+    arguments = {
         "num_train_epochs": 2,
         "save_steps": 2,
         "per_device_train_batch_size": 3,
@@ -80,7 +80,7 @@ def prepared(
     }
     return kind(
         model or bert(),
-        TrainingArguments(str(folder), **how),
+        TrainingArguments(str(folder), **arguments),
         train_dataset=data,
         eval_dataset=DATA,
         callbacks=[*callbacks],
@@ -88,8 +88,8 @@ def prepared(
     )
 
 
-def same(one: blr.Posterior, other: blr.Posterior) -> bool:
-    pairs = [(q.mean, q.form.diagonal()) for q in (one, other)]
+def same(first: blr.Posterior, second: blr.Posterior) -> bool:
+    pairs = [(q.mean, q.form.diagonal()) for q in (first, second)]
     return all(torch.equal(a[n], b[n]) for a, b in zip(*pairs, strict=True) for n in a)
 
 
@@ -100,9 +100,14 @@ def test_a_mean_over_tokens_has_tokens_for_ess(tmp_path: Path, given: bool) -> N
     rows: Any = [{"input_ids": i, "labels": y} for i, y in zip(IDS, labels, strict=True)]
     model = tiny.build("llama", "causal_lm")
     tokens = 2 * N
-    own = blr.IVON(model.parameters(), lr=0.1, ess=tokens, weight_decay=1 / tokens)
-    how: Any = {"data": rows, "save_strategy": "no", "optimizer": own if given else None}
-    run = prepared(tmp_path, model, **how)
+    optimizer = blr.IVON(model.parameters(), lr=0.1, ess=tokens, weight_decay=1 / tokens)
+    run = prepared(
+        tmp_path,
+        model,
+        data=rows,
+        save_strategy="no",
+        optimizer=optimizer if given else None,
+    )
     before = torch.get_rng_state()
     group = run.create_optimizer().param_groups[0]
     assert torch.equal(torch.get_rng_state(), before)  # counting leaves the draws alone
@@ -121,9 +126,9 @@ def test_a_mean_over_tokens_has_tokens_for_ess(tmp_path: Path, given: bool) -> N
 def test_a_mean_over_outputs_has_their_number_for_ess(tmp_path: Path, collated: bool) -> None:
     rows: list[Any] = [{**row, "labels": torch.tensor([1.0, 0.0])} for row in DATA]
 
-    def named(some: list[Any]) -> dict[str, Tensor]:
-        ids = torch.stack([row["input_ids"] for row in some])
-        return {"input_ids": ids, "labels": torch.ones(len(some), 2)}
+    def named(rows_of_batch: list[Any]) -> dict[str, Tensor]:
+        ids = torch.stack([row["input_ids"] for row in rows_of_batch])
+        return {"input_ids": ids, "labels": torch.ones(len(rows_of_batch), 2)}
 
     if collated:
         rows = [{"input_ids": ids, "tag": "a"} for ids in IDS]
@@ -181,12 +186,12 @@ def test_a_callback_writes_checkpoints_and_recipe(tmp_path: Path) -> None:
     assert written == recipe_of_way(model)
     names = {p.name for p in (tmp_path / "_run").iterdir()}
     assert names == {"recipe.json", *(f"step-{k:08d}.safetensors" for k in (0, 2, 4, 8))}
-    kept = callback.checkpoints.posterior(n_data=N).run  # type: ignore[union-attr]
+    uninterrupted = callback.checkpoints.posterior(n_data=N).run  # type: ignore[union-attr]
     resumed = prepared(tmp_path, bert(), callback, **WAY)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     posteriors = callback.checkpoints.posterior(n_data=N).run  # type: ignore[union-attr]
-    assert len(kept) == 4
-    assert all(map(same, kept, posteriors))
+    assert len(uninterrupted) == 4
+    assert all(map(same, uninterrupted, posteriors))
 
 
 def test_a_trainers_folder_tells_checkpoints_and_recipe(
@@ -231,10 +236,10 @@ def test_a_language_models_folder_is_a_task_with_its_training(tmp_path: Path) ->
     task = language_task(load_language_model(tmp_path / "lm"), tmp_path / "data.txt")
     assert len(task.checkpoints) == 3
     assert task.recipe is not None
-    told = task.recipe.record or {}
+    record = task.recipe.record or {}
     expected = {"lr": 0.1, "epochs": 8, "batch_size": 6}
     expected |= {"optimizer": "ivon", "steps": 16, "ess": 4 * N}
-    assert {k: told[k] for k in expected} == expected
+    assert {k: record[k] for k in expected} == expected
     assert run.optimizer.optimizer.param_groups[0]["batch_size"] == 4 * 6  # tokens of a step
 
 
@@ -249,14 +254,14 @@ def test_a_monitor_watches_and_is_resumed(tmp_path: Path) -> None:
 
     run, monitor = watched()
     assert monitor.table["epoch"].tolist() == [1, 2]
-    said = [row["loo_nll"] for row in run.state.log_history if "loo_nll" in row]
-    assert said == monitor.table["loo_nll"].tolist()
-    again, other = watched(str(tmp_path / "checkpoint-2"))
+    reported = [row["loo_nll"] for row in run.state.log_history if "loo_nll" in row]
+    assert reported == monitor.table["loo_nll"].tolist()
+    again, resumed_monitor = watched(str(tmp_path / "checkpoint-2"))
     assert same(run.posterior(), again.posterior())
-    assert other.rows[0]["seconds"] == monitor.rows[0]["seconds"]
+    assert resumed_monitor.rows[0]["seconds"] == monitor.rows[0]["seconds"]
     columns = monitor.table.columns.drop("seconds")  # the second epoch was watched again
-    assert other.table[columns].equals(monitor.table[columns])
-    assert torch.equal(other.deviations, monitor.deviations)
+    assert resumed_monitor.table[columns].equals(monitor.table[columns])
+    assert torch.equal(resumed_monitor.deviations, monitor.deviations)
     with pytest.raises(InputError, match="epoch 1 does not follow epoch 2; build a new Monitor"):
         run.train()  # another run, refused before its first step
     assert run.state.global_step == 0
@@ -266,16 +271,26 @@ def test_a_monitor_watches_and_is_resumed(tmp_path: Path) -> None:
 def test_a_precision_lies_in_every_checkpoint(tmp_path: Path, kind: str) -> None:
     """By the formula, and as a module or a merge reads it; the tied embeddings once."""
     rows = DATA if kind == "bert" else [{"input_ids": i, "labels": i} for i in IDS]
-    tied = {} if kind == "bert" else {"tie_word_embeddings": True}
-    model = bert() if kind == "bert" else tiny.build(kind, "causal_lm", **tied)
-    how: Any = {"kind": Trainer, "data": rows, "weight_decay": 0.01, "optim": "adamw_torch"}
-    run = prepared(tmp_path, model, TrainerPrecision(), save_total_limit=2, save_steps=1, **how)
+    is_tied = kind != "bert"
+    model = tiny.build(kind, "causal_lm", tie_word_embeddings=True) if is_tied else bert()
+    run = prepared(
+        tmp_path,
+        model,
+        TrainerPrecision(),
+        kind=Trainer,
+        data=rows,
+        weight_decay=0.01,
+        optim="adamw_torch",
+        save_total_limit=2,
+        save_steps=1,
+    )
     run.train()
     assert {p.parent.name[-1] for p in tmp_path.glob("*/precision")} == {"3", "4"}
     place = tmp_path / "checkpoint-4"
     stored, record = storage.read(place / "precision")
     assert list(stored) == [n for n, _ in model.named_parameters()]
-    assert [*record["tied"].values()] == ([["lm_head.weight"]] if tied else [])
+    other_names = [["lm_head.weight"]] if is_tied else []
+    assert [*record["tied"].values()] == other_names
     state = run.optimizer.optimizer.state
     for name, p in model.named_parameters():
         by_hand = N * (state[p]["exp_avg_sq"] / (1 - 0.999**4)).sqrt()
@@ -286,10 +301,10 @@ def test_a_precision_lies_in_every_checkpoint(tmp_path: Path, kind: str) -> None
     assert record["recipe"]["optimizer"] == "adamw"
     assert record["recipe"]["batch_size"] == 6
     assert record["model_sha256"] == fingerprint(Folder.open(place), progress=False)
-    known: Any = {"n_data": N, "prior_precision": 2.0}
-    truth = from_optimizer(run.optimizer, model, **known)
+    truth = from_optimizer(run.optimizer, model, n_data=N, prior_precision=2.0)
     q = blr.Posterior.load(place / "precision", model=place, prior_precision=2.0)
-    read = from_checkpoint(place, model, **known)  # the Trainer's own, without our callback
+    # the Trainer's own, without our callback
+    read = from_checkpoint(place, model, n_data=N, prior_precision=2.0)
     for name, s in truth.precision.items():
         assert torch.equal(q.precision(name), s)
         assert torch.equal(read.precision[name], s)
@@ -297,8 +312,8 @@ def test_a_precision_lies_in_every_checkpoint(tmp_path: Path, kind: str) -> None
 
 
 def test_ivons_precision_has_its_prior_and_a_stream_its_length(tmp_path: Path) -> None:
-    how = {"kind": Trainer, "data": Stream(), "max_steps": 2}
-    prepared(tmp_path, None, TrainerPrecision(n_data=1000), **how).train()
+    recorder = TrainerPrecision(n_data=1000)
+    prepared(tmp_path, None, recorder, kind=Trainer, data=Stream(), max_steps=2).train()
     assert read_precision_record(tmp_path / "checkpoint-2" / "precision")["n_data"] == 1000
     run = prepared(tmp_path, None, TrainerPrecision(), weight_decay=0.1)
     run.train()
@@ -353,13 +368,12 @@ def test_an_evaluation_adds_perplexity_and_averages_predictions(tmp_path: Path, 
 
     def probabilities(logits: Tensor) -> Tensor:
         if is_lm:
-            kept = labels[:, 1:] != -100
-            chosen = logits[:, :-1][kept]
-            of = labels[:, 1:][kept]
+            counted = labels[:, 1:] != -100
+            logits = logits[:, :-1][counted]
+            targets = labels[:, 1:][counted]
         else:
-            chosen = logits
-            of = labels
-        return chosen.double().softmax(-1)[torch.arange(len(of)), of]
+            targets = labels
+        return logits.double().softmax(-1)[torch.arange(len(targets)), targets]
 
     optimizer.sampled_params = recorded
     logged = len(run.state.log_history)
@@ -378,12 +392,20 @@ def test_a_callback_leaves_all_that_an_analysis_asks_for(tmp_path: Path) -> None
     callback = BLRCallback(prior_precision=1.0)
     with pytest.raises(InputError, match=r"train\(\) first"):
         callback.posterior()
-    how: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-3, "num_train_epochs": 8}
     rows = rows_of_tokens()
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     model = peft.get_peft_model(tiny.build("llama", "causal_lm"), config)
-    run = prepared(tmp_path, model, callback, kind=Trainer, data=rows, **how)
+    run = prepared(
+        tmp_path,
+        model,
+        callback,
+        kind=Trainer,
+        data=rows,
+        optim="adamw_torch",
+        learning_rate=1e-3,
+        num_train_epochs=8,
+    )
     run.train()
     task = callback.task(rows, likelihood="causal_lm")
     assert len(task.checkpoints) > 1
@@ -412,7 +434,7 @@ def test_recorded_factors_go_on_after_a_resumption(tmp_path: Path, has_sums: boo
     rows = rows_of_tokens()
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    how: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "kind": Trainer,
         "data": rows,
         "optim": "adamw_torch",
@@ -426,14 +448,14 @@ def test_recorded_factors_go_on_after_a_resumption(tmp_path: Path, has_sums: boo
         return peft.get_peft_model(tiny.build("llama", "causal_lm"), config)
 
     whole = BLRCallback(prior_precision=1.0)
-    prepared(tmp_path / "whole", adapted(), whole, **how).train()
+    prepared(tmp_path / "whole", adapted(), whole, **arguments).train()
     killed = BLRCallback(prior_precision=1.0)
-    prepared(tmp_path / "killed", adapted(), killed, Stop(), **how).train()
+    prepared(tmp_path / "killed", adapted(), killed, Stop(), **arguments).train()
     place = tmp_path / "killed" / "checkpoint-2"
     if not has_sums:
         (place / "blr_recorded.safetensors").unlink()
     resumed = BLRCallback(prior_precision=1.0)
-    run = prepared(tmp_path / "killed", adapted(), resumed, **how)
+    run = prepared(tmp_path / "killed", adapted(), resumed, **arguments)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run.train(resume_from_checkpoint=str(place))
@@ -454,7 +476,7 @@ def test_trls_trainer_leaves_the_same(tmp_path: Path) -> None:
     tokenizer = tiny.tokenizer(pairs=False, segments=False)
     tokenizer.eos_token = "[SEP]"
     texts = tiny.sentences(N, low=4)
-    how: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "num_train_epochs": 8,
         "save_steps": 4,
         "per_device_train_batch_size": 3,
@@ -466,25 +488,26 @@ def test_trls_trainer_leaves_the_same(tmp_path: Path) -> None:
         "max_length": 16,
     }
 
-    def trained(kind: Any, folder: Path, rate: float, callback: Any = None) -> Any:
+    def trained(
+        kind: Any, folder: Path, rate: float, *callbacks: TrainerCallback, draws: bool
+    ) -> Any:
         model = peft.get_peft_model(tiny.build("llama", "causal_lm"), config)
         weights = [p for p in model.parameters() if p.requires_grad]
+        optimizer = blr.IVON(weights, lr=rate, ess=N) if draws else None
         run = kind(
             model,
-            trl.SFTConfig(str(folder), learning_rate=rate, **how),
+            trl.SFTConfig(str(folder), learning_rate=rate, **arguments),
             train_dataset=datasets.Dataset.from_list([{"text": text} for text in texts]),
             eval_dataset=datasets.Dataset.from_list([{"text": text} for text in texts]),
             processing_class=tokenizer,
-            callbacks=[] if callback is None else [callback],
-            optimizers=(blr.IVON(weights, lr=rate, ess=N), None)
-            if callback is None
-            else (None, None),
+            callbacks=[*callbacks],
+            optimizers=(optimizer, None),
         )
         run.train()
         return run
 
     callback = BLRCallback(prior_precision=1.0)
-    trained(trl.SFTTrainer, tmp_path / "plain", 1e-3, callback)
+    trained(trl.SFTTrainer, tmp_path / "plain", 1e-3, callback, draws=False)
     q = callback.posterior()
     assert q.structure == "kron"
     assert len(q.earlier) == 3
@@ -494,7 +517,8 @@ def test_trls_trainer_leaves_the_same(tmp_path: Path) -> None:
     class Drawing(VariationalTrainer, trl.SFTTrainer):
         pass
 
-    actual = trained(Drawing, tmp_path / "drawn", 0.1).evaluate(draws=2)
+    run = trained(Drawing, tmp_path / "drawn", 0.1, draws=True)
+    actual = run.evaluate(draws=2)
     assert actual["eval_perplexity"] == pytest.approx(math.exp(actual["eval_loss"]), rel=1e-3)
     assert actual["eval_averaged_loss"] > 0
 
@@ -513,17 +537,17 @@ def test_a_model_that_cannot_be_recorded_is_trained_all_the_same(tmp_path: Path)
 
 def test_curves_of_a_monitor_go_through_the_log(tmp_path: Path) -> None:
     """To every callback that reports, of IVONTrainer by itself."""
-    seen: list[dict[str, float]] = []
+    logs: list[dict[str, float]] = []
 
     class Reporter(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seen.append(dict(kwargs["logs"]))
+            logs.append(dict(kwargs["logs"]))
 
     model = bert()
     monitor = blr.Monitor(blr.Task(model, DATA), examples=4)
     run = prepared(tmp_path, model, Reporter(), MonitorCallback(monitor), save_strategy="no")
     run.train()
-    rows = [row for row in seen if "loo_nll" in row]
+    rows = [row for row in logs if "loo_nll" in row]
     assert [row["loo_nll"] for row in rows] == monitor.table["loo_nll"].tolist()
     assert [row["epoch"] for row in rows] == [1.0, 2.0]
 
@@ -546,13 +570,13 @@ def test_warnings_name_the_arguments_that_were_written(
     assert len(caught) == 1
 
 
-def adam(folder: Path, **how: Any) -> Any:
-    return prepared(folder, None, TrainerPrecision(), kind=Trainer, **how)
+def adam(folder: Path, **options: Any) -> Any:
+    return prepared(folder, None, TrainerPrecision(), kind=Trainer, **options)
 
 
-def ivon(folder: Path, optimizer: Any = None, **how: Any) -> Any:
+def ivon(folder: Path, optimizer: Any = None, **options: Any) -> Any:
     model = bert()
-    return prepared(folder, model, optimizer=optimizer and optimizer(model.parameters()), **how)
+    return prepared(folder, model, optimizer=optimizer and optimizer(model.parameters()), **options)
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
@@ -591,12 +615,12 @@ def test_two_changed_lines_train_on_six(tmp_path: Path) -> None:
     assert [sum(line.startswith(sign) for line in changes) for sign in ("- ", "+ ")] == [2, 2]
     tiny.save(tmp_path / "model", tiny.build("bert", num_labels=2))
     (tmp_path / "six.csv").write_text("sentence,label\n" + GOOD + BAD)
-    known: dict[str, Any] = {"__name__": "script"}
-    exec(compile(CHANGED, "run_glue.py", "exec"), known)
+    script: dict[str, Any] = {"__name__": "script"}
+    exec(compile(CHANGED, "run_glue.py", "exec"), script)
     options = "--max_steps 200 --per_device_train_batch_size 6 --report_to none --use_cpu 1"
     options += " --disable_tqdm 1 --logging_steps 1 --save_strategy no"
-    where = [str(tmp_path / "model"), str(tmp_path / "six.csv"), "--output_dir", str(tmp_path)]
-    run = known["main"]([*where, *options.split()])
+    paths = [str(tmp_path / "model"), str(tmp_path / "six.csv"), "--output_dir", str(tmp_path)]
+    run = script["main"]([*paths, *options.split()])
     assert type(run.optimizer.optimizer).__name__ == "IVON"
     assert run.evaluate()["eval_loss"] < 0.5  # of two classes, log 2 at first
     assert set(run.posterior().mean) == {n for n, _ in run.model.named_parameters()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,14 @@ pytestmark = pytest.mark.filterwarnings(
 
 def backward(net: nn.Module, x: Tensor, y: Tensor, optimizer: Any, run: Any = None) -> None:
     """Draws around each forward and backward pass of a batch."""
-    for name in ("sampled_params", "adversarial_params"):
-        if hasattr(optimizer, name):
-            with getattr(optimizer, name)(**({"train": True} if name[0] == "s" else {})):
-                (run or Tensor.backward)(nn.functional.cross_entropy(net(x), y))
+    contexts = []
+    if hasattr(optimizer, "sampled_params"):
+        contexts.append(partial(optimizer.sampled_params, train=True))
+    if hasattr(optimizer, "adversarial_params"):
+        contexts.append(optimizer.adversarial_params)
+    for context in contexts:
+        with context():
+            (run or Tensor.backward)(nn.functional.cross_entropy(net(x), y))
 
 
 class Module(lightning.pytorch.LightningModule):
@@ -87,8 +92,8 @@ def by_hand(row: str, closure: Any = None) -> nn.Module:
     return net
 
 
-def same(net: nn.Module, other: nn.Module) -> None:
-    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+def same(net: nn.Module, expected: nn.Module) -> None:
+    for p, q in zip(net.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=0)
 
 
@@ -112,14 +117,14 @@ def test_a_monitor_watches_and_is_restored(tmp_path: Path) -> None:
     same(module.net, by_hand("IVON"))  # it is watched, not disturbed
     assert monitor.table["epoch"].tolist() == [1, 2]
     assert float(saver.best_model_score) == pytest.approx(monitor.table["loo_nll"].min())  # type: ignore[arg-type]
-    other = Module("IVON")
-    again, callback = watched(other)
-    fit(tmp_path, other, callback, resume=tmp_path / "epoch=0.ckpt")
+    resumed = Module("IVON")
+    again, callback = watched(resumed)
+    fit(tmp_path, resumed, callback, resume=tmp_path / "epoch=0.ckpt")
     assert again.table["loo_nll"].tolist() == monitor.table["loo_nll"].tolist()
-    before = deepcopy(other.net)
+    before = deepcopy(resumed.net)
     with pytest.raises(InputError, match="build a new Monitor"):
-        fit(tmp_path, other, callback)  # another run
-    same(other.net, before)
+        fit(tmp_path, resumed, callback)  # another run
+    same(resumed.net, before)
 
 
 @pytest.mark.parametrize("settings", [{}, {"n_data": len(X)}])
