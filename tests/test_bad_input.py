@@ -221,7 +221,7 @@ FAULTY: list[tuple[dict[str, Any], type[BLRError], str]] = [
         ModelError,
         r"log-rates reach .*, whose exp overflows torch.float64; check the weights",
     ),
-    ({"model": mlp().requires_grad_(False)}, ModelError, "has no trainable parameters; set"),
+    ({"model": mlp().requires_grad_(False)}, ModelError, "set requires_grad, .*is_trainable=True"),
 ]
 
 

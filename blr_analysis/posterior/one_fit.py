@@ -296,7 +296,10 @@ def _check(fit: Fit, kind: type[Structure]) -> None:
             '"empirical_fisher" or "mc_fisher"'
         )
     if not fit.params:
-        raise ModelError("the model has no trainable parameters; set requires_grad")
+        raise ModelError(
+            "the model has no trainable parameters; set requires_grad, or load an adapter with "
+            "is_trainable=True"
+        )
     fit.task.check_parameters(fit.params)
     for name, weights in fit.params.items():
         if not bool(torch.isfinite(weights).all()):
