@@ -29,8 +29,8 @@ from blr_analysis.task import Task
 
 EXACT_OUTPUTS = 256  # of an example: with more, labels are drawn unless the user says otherwise
 MANY_OUTPUTS = 64  # from here on the closed form of the last layer is faster
-LARGEST_SAMPLE = 256  # sequences in which the directions of a Kronecker posterior are found
-SMALLEST_SAMPLE = 32  # the same
+LARGEST_SAMPLE = 256  # sequences of a sampled fit, and at most of a search for directions
+SMALLEST_SAMPLE = 32  # sequences at least of such a search
 TOKENS_PER_INPUT = 10  # of a layer: so many tokens show its directions
 LEAST_GRADIENTS = 512  # of all examples together, in which a layer's directions are found
 
@@ -233,14 +233,26 @@ def vocabulary_of(task: Task, params: dict[str, Tensor]) -> int:
     return outputs.shape[-1]
 
 
+def random_sequences(task: Task) -> Tensor | None:
+    """Indices of the random sequences that stand for all in a sampled fit; None: all examples."""
+    if not task.likelihood.is_sequence or task.n_data <= LARGEST_SAMPLE:
+        return None
+    return _shuffled(task)[:LARGEST_SAMPLE].sort().values
+
+
+def _shuffled(task: Task) -> Tensor:
+    return torch.randperm(task.n_data, generator=torch.Generator().manual_seed(0))
+
+
 def sampled_examples(task: Task) -> Tensor | None:
     """Indices of random sequences with enough tokens to find the directions of each layer.
 
-    None where all examples are needed, and for data that are not sequences.
+    None where all examples are needed, and for data that are not sequences. They are among those
+    of :func:`random_sequences`.
     """
     if not task.likelihood.is_sequence or task.n_data <= SMALLEST_SAMPLE:
         return None
-    order = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(0))
+    order = _shuffled(task)
     size = LARGEST_SAMPLE
     tokens_per_sequence = _mean_count_of_tokens(task, order[:SMALLEST_SAMPLE])
     if tokens_per_sequence is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunk, chunks
 from blr_analysis.backprop.matrices import Joint
-from blr_analysis.posterior.fit import sampled_examples, vocabulary_of
+from blr_analysis.posterior.fit import random_sequences, sampled_examples, vocabulary_of
 from blr_analysis.posterior.precision_files import FACTORED
 from blr_analysis.posterior.stationarity import n_single_gradients
 from blr_analysis.task import Task
@@ -166,10 +166,11 @@ def fit_examples(task: Task, structure: str, *, found: bool = False, sampled: bo
         found: whether the fit has to find δ, for which it needs a Kronecker fit.
         sampled: whether sequences are sampled.
     """
-    sample = sampled_examples(task)
-    n_sampled = task.n_data if sample is None else len(sample)
-    n = n_sampled if sampled else task.n_data
-    kronecker_fit = n + n_sampled
+    of_directions = sampled_examples(task)
+    n_for_directions = task.n_data if of_directions is None else len(of_directions)
+    of_fit = random_sequences(task) if sampled else None
+    n = task.n_data if of_fit is None else len(of_fit)
+    kronecker_fit = n + n_for_directions
     the_fit = kronecker_fit if structure == "kron" else n
     if not found:
         return the_fit

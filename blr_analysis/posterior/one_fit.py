@@ -20,7 +20,7 @@ from blr_analysis.errors import InputError, ModelError, PosteriorError, warn_use
 from blr_analysis.files import Unfinished
 from blr_analysis.half import narrow, widened
 from blr_analysis.posterior.capture import tied_names
-from blr_analysis.posterior.fit import Fit, has_many_outputs, sampled_examples
+from blr_analysis.posterior.fit import Fit, has_many_outputs, random_sequences
 from blr_analysis.posterior.flat import refuse_flat
 from blr_analysis.posterior.input_ranges import input_ranges
 from blr_analysis.posterior.posterior import Posterior
@@ -103,7 +103,7 @@ def fit_at_weights(
     )
     _check(fit, kind)
     if sampled and kind in (Kronecker, Diagonal):
-        fit.sample = sampled_examples(task)
+        fit.sample = random_sequences(task)
     if curvature is None and kind.draws_labels and has_many_outputs(task, params):
         fit.drawn = LABELS_DRAWN
     fit.prior = prior.around(_initial_of(task, initial), params)

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from blr_analysis.likelihoods import Gaussian
 from blr_analysis.posterior import Posterior, fit_at_weights, fit_laplace
-from blr_analysis.posterior.fit import Fit, sampled_examples
+from blr_analysis.posterior.fit import Fit, random_sequences, sampled_examples
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.structures.kronecker import factor_sums
 from blr_analysis.recipe import Recipe
@@ -194,14 +194,18 @@ def test_directions_of_texts_are_seen_in_ten_times_as_many_tokens(tokens: int, s
 
 
 @pytest.mark.parametrize("structure", ["kron", "diag"])
-def test_a_sampled_fit_is_that_of_the_sample_times_what_it_stands_for(structure: str) -> None:
+def test_a_sampled_fit_is_that_of_the_sample_times_what_it_stands_for(
+    structure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The stationary δ too, which has the scale of the gradient and the curvature."""
-    ids = torch.randint(4, 16, (60, 3))
+    monkeypatch.setattr("blr_analysis.posterior.fit.LARGEST_SAMPLE", 40)
+    ids = torch.randint(4, 16, (60, 3), generator=torch.Generator().manual_seed(5))
     rows = [{"input_ids": row, "labels": row} for row in ids]
     model = build("llama", "causal_lm").double()
     task = Task(model, rows, likelihood="causal_lm")
-    sample = sampled_examples(task)
+    sample = random_sequences(task)
     assert sample is not None
+    assert len(sample) == 40
     part = task.subset(sample)
     for delta in (2.0, None):
         asked: dict[str, Any] = {"structure": structure, "curvature": "empirical_fisher"}
