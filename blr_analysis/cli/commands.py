@@ -19,7 +19,7 @@ from blr_analysis.cli.index import index, query
 from blr_analysis.cli.inputs import Source
 from blr_analysis.cli.merging import merge
 from blr_analysis.cli.options import Json, Out, Shared, flattened, show_forecast
-from blr_analysis.cli.queries import check_queries, labels_of
+from blr_analysis.cli.queries import check_queries, new_labels
 from blr_analysis.cli.validate import validate
 from blr_analysis.cli.verify import verify
 from blr_analysis.errors import InputError
@@ -297,7 +297,7 @@ def what_if_command(
             check_queries(remove, relabel or [], task)
         posterior = source.posterior_of(task, say)
         if relabel:
-            labels = labels_of(relabel, task, posterior)
+            labels = new_labels(relabel, task, posterior)
         if shared.dry_run:
             cost = cost_of_what_if(
                 task,

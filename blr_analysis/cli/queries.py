@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from blr_analysis.errors import InputError, told_as
@@ -11,7 +12,7 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
     from blr_analysis.posterior import Posterior
     from blr_analysis.task import Task
 
-WORD = re.compile(r"[^\W\d]\w*")
+NAME = re.compile(r"[^\W\d]\w*")  # letters, digits and underscores; no digit comes first
 
 
 def check_queries(remove: str | None, relabel: list[str], task: Task) -> None:
@@ -23,80 +24,91 @@ def check_queries(remove: str | None, relabel: list[str], task: Task) -> None:
 
 
 def query_and_label(text: str) -> tuple[str, str]:
-    """The parts of ``QUERY:LABEL``.
+    """The query and the label of ``QUERY:LABEL``; the last colon separates them.
 
     Raises:
-        InputError: no colon.
+        InputError: the text has no colon.
 
     >>> query_and_label("annotator == 'eve': 2")
     ("annotator == 'eve'", '2')
     """
-    query, colon, word = (part.strip() for part in text.rpartition(":"))
+    query, colon, label = text.rpartition(":")
     if not colon:
         raise InputError(f"--relabel {text!r} has no label: write QUERY:LABEL")
-    return query, word
+    return query.strip(), label.strip()
 
 
-def labels_of(texts: list[str], task: Task, posterior: Posterior) -> dict[int, Any]:
-    """The new label of each example, by index, that ``QUERY:LABEL`` texts ask for.
+def new_labels(texts: list[str], task: Task, posterior: Posterior) -> dict[int, Any]:
+    """The new label of every example that a ``QUERY:LABEL`` selects, by the example's index.
+
+    Where two queries select an example, the later one decides.
 
     Raises:
-        InputError: no colon, or a query that cannot be answered.
+        InputError: a text has no colon, or its query cannot be answered.
     """
     from blr_analysis.sensitivity.subjects import subject_of
 
     subject = subject_of(task, posterior)
     labels: dict[int, Any] = {}
     for text in texts:
-        query, word = query_and_label(text)
-        indices = subject.select(query, "relabel").tolist()
-        labels |= dict.fromkeys(indices, label_of(word))
+        query, label_text = query_and_label(text)
+        label = number_or_name(label_text)
+        for index in subject.select(query, "relabel").tolist():
+            labels[index] = label
     return labels
 
 
-def label_of(word: str) -> int | float | str:
-    """A number where the word reads as one; else the word, which names a class.
+def number_or_name(text: str) -> int | float | str:
+    """A number where the text reads as one; else the text, which names a class.
 
-    >>> label_of("2"), label_of("0.5"), label_of("cat")
-    (2, 0.5, 'cat')
+    >>> [number_or_name(text) for text in ("2", "-0.5", "cat", "--2", "2²")]
+    [2, -0.5, 'cat', '--2', '2²']
     """
-    if word.lstrip("-").isdigit():
-        return int(word)
-    try:
-        return float(word)
-    except ValueError:
-        return word
+    for number_type in (int, float):
+        with suppress(ValueError):
+            return number_type(text)
+    return text
 
 
 def check_query(query: str, task: Task, *, name: str = "remove") -> None:
     """Raise :class:`InputError` where a query cannot be answered.
 
-    The scores are not computed yet. The query is tried on a table of the task's metadata, with
-    zeros in the columns of the scores.
+    The scores are not computed yet. A query of metadata is answered; a query of scores is tried
+    on a table in which every score is 0, so that only its names and its grammar are checked.
     """
-    import pandas as pd
-
     from blr_analysis.sensitivity.selection import (
-        RESERVED,
-        RESERVED_PREFIXES,
         check_comparison,
+        is_reserved,
         meant,
         rows_of_query,
     )
 
     check_comparison(query, name)
-    if any(column in RESERVED or column.startswith(RESERVED_PREFIXES) for column in task.metadata):
-        return  # the scores' table renames these metadata; their names are not known yet
-    computed = {*RESERVED} - {"index"}
-    words = WORD.findall(query)
-    score_columns = {
-        word for word in words if word in computed or word.startswith(RESERVED_PREFIXES)
-    }
-    zeros = dict.fromkeys({*RESERVED, *score_columns}, 0.0)
-    table = pd.DataFrame({**task.metadata, **zeros, "index": range(task.n_data)})
+    if any(is_reserved(column) for column in task.metadata):
+        return  # the scores' table will give these columns other names, which are unknown so far
+    score_columns = _score_columns(query)
+    table = _table_before_scores(task, score_columns)
     values = {column: table[column].tolist() for column in table}
-    refused = f"{name}={query!r} is no query of these data"
-    with told_as(InputError, refused), meant(refused, query, values):
-        table.query(query)
-    if not score_columns:  # otherwise the rows depend on the scores, which are zeros so far
+    if not score_columns:
         rows_of_query(query, table, values, name)
+        return
+    failure = f"{name}={query!r} is no query of these data"
+    with told_as(InputError, failure), meant(failure, query, values):
+        table.query(query)
+
+
+def _score_columns(query: str) -> set[str]:
+    """The names in a query that belong to columns of scores."""
+    from blr_analysis.sensitivity.selection import is_reserved
+
+    return {word for word in NAME.findall(query) if is_reserved(word) and word != "index"}
+
+
+def _table_before_scores(task: Task, score_columns: set[str]) -> Any:
+    """A DataFrame of the task's metadata and indices, with 0 for every score."""
+    import pandas as pd
+
+    from blr_analysis.sensitivity.selection import RESERVED
+
+    scores = dict.fromkeys([*RESERVED, *score_columns], 0.0)
+    return pd.DataFrame({**task.metadata, **scores, "index": range(task.n_data)})

@@ -33,7 +33,7 @@ class Columns:
     def __init__(self, subject: Any) -> None:
         self._subject = subject
         self._metadata: Mapping[str, Sequence[Any]] = {}
-        if not any(_is_reserved(name) for name in subject.metadata):
+        if not any(is_reserved(name) for name in subject.metadata):
             self._metadata = subject.metadata
 
     def __getitem__(self, name: str) -> Sequence[Any]:
@@ -71,7 +71,7 @@ class Columns:
         return columns
 
 
-def _is_reserved(name: str) -> bool:
+def is_reserved(name: str) -> bool:
     """Whether the scores' table has this name for a column of its own."""
     return name in RESERVED or name.startswith(RESERVED_PREFIXES)
 
