@@ -1,4 +1,4 @@
-"""Any function of outputs and targets as the loss of each example."""
+"""A likelihood from any function of outputs and targets that returns the loss of each example."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from blr_analysis.errors import DataError, InputError, told_as
 from blr_analysis.likelihoods.base import Likelihood
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-TOLERANCE = 1e-4  # relative, between an example's loss in its batch and alone; of a sum of shares
-SHARES_TOLERANCE = 1e-3  # of the sum of targets that look like shares of classes
-NEAR = 0.01  # standard deviations of the noise around the targets, where curvature is looked for
+BATCH_TOLERANCE = 1e-4  # between an example's loss in its batch and alone, relative and absolute
+SUM_TOLERANCE = 1e-4  # between 1 and the sum of a row that the network made of probabilities
+SHARES_TOLERANCE = 1e-3  # between 1 and the sum of a row of targets, which files may have rounded
+NOISE_AT_TARGETS = 0.01  # standard deviation of the noise around targets, for outputs near them
 
 
 class Function(Likelihood):
@@ -22,20 +23,22 @@ class Function(Likelihood):
 
         e = ∂ℓ/∂f,   Λ = LLᵀ = Q diag(max(λ, 0)) Qᵀ  with  ∂²ℓ/∂f² = Q diag(λ) Qᵀ
 
-    Losses that are not convex in the outputs (focal ones) have negative curvature, which Λ leaves
-    out; ``fit_laplace(curvature="exact")`` takes the Hessian as it is.
+    A loss that is not convex in the outputs (a focal loss, for example) has negative curvature,
+    which Λ leaves out; ``fit_laplace(curvature="exact")`` takes the Hessian as it is.
 
     Args:
         loss: the function. The loss of an example must not depend on the others in the batch, and
             must have a second derivative. The function is called on any device, in float32 or
-            float64. The objective is the SUM over the examples: for a training loss that is their
-            mean, with an L2 penalty ``weight_decay``, δ = N · weight_decay.
-        like: the likelihood that defines targets, predictions and which of them are right. None:
-            targets are taken as they are, and the outputs are the prediction.
+            float64. The objective of the posterior is the SUM of the losses. A training that
+            minimises their MEAN with an L2 penalty ``weight_decay`` therefore has the prior
+            precision δ = N · weight_decay.
+        like: the likelihood that prepares the targets, makes predictions of the outputs, and
+            decides which of them are right. None: targets are taken as they are, and the outputs
+            are the prediction.
 
     Raises:
         InputError: the loss fails, is not one number per example, mixes examples, or has no
-            second derivative; or labels are to be drawn from it.
+            second derivative; or :meth:`sample` is called.
 
     Example:
         >>> from blr_analysis.likelihoods import Categorical
@@ -85,9 +88,10 @@ class Function(Likelihood):
         """Any target may be possible: only the user's loss knows."""
 
     def _check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise unless the loss is one finite number for each example, and has curvature.
+        """Raise unless the loss is what :class:`Function` asks of it, on these examples.
 
-        The loss of an example must depend on that example alone.
+        It must be one finite number for each example, depend on that example alone, and have
+        curvature.
         """
         shapes = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
         with told_as(InputError, lambda: f"the loss {self!r} failed on {shapes}"):
@@ -97,9 +101,12 @@ class Function(Likelihood):
             loss_alone = self._loss_alone(outputs, targets)
         self._check_losses(losses, outputs)
         loss_in_batch = losses[:1].to(loss_alone)
-        if not torch.allclose(loss_alone, loss_in_batch, rtol=TOLERANCE, atol=TOLERANCE):
-            lacks_last_axis = outputs.shape[-1] == 1 and targets.ndim == 1
-            remedy = "give y[:, None] as targets" if lacks_last_axis else "leave out batch means"
+        is_same = torch.allclose(
+            loss_alone, loss_in_batch, rtol=BATCH_TOLERANCE, atol=BATCH_TOLERANCE
+        )
+        if not is_same:
+            is_pairwise = outputs.shape[-1] == 1 and targets.ndim == 1  # [N, 1] − [N] is [N, N]
+            remedy = "give y[:, None] as targets" if is_pairwise else "leave out batch means"
             raise InputError(f"the loss of an example depends on the others; {remedy}")
         self._check_curvature(outputs, targets)
 
@@ -112,45 +119,53 @@ class Function(Likelihood):
 
     def _check_losses(self, losses: Any, outputs: Tensor) -> None:
         """Raise unless the losses are finite numbers, one for each example."""
-        if not isinstance(losses, Tensor) or losses.shape != outputs.shape[:1]:
-            is_tensor = isinstance(losses, Tensor)
-            answer = tuple(losses.shape) if is_tensor else type(losses).__name__
+        is_tensor = isinstance(losses, Tensor)
+        if not is_tensor or losses.shape != outputs.shape[:1]:
+            shape_or_type = tuple(losses.shape) if is_tensor else type(losses).__name__
             raise InputError(
-                f"the loss must give one number per example, [{len(outputs)}], got {answer}; use "
-                'reduction="none" and sum over the outputs'
+                f"the loss must give one number per example, [{len(outputs)}], got "
+                f'{shape_or_type}; use reduction="none" and sum over the outputs'
             )
         if not bool(torch.isfinite(losses).all()):
             raise DataError("the loss is NaN or inf for some examples; check targets and outputs")
 
     def _check_curvature(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise if the loss is linear at the outputs, at random outputs and near the targets."""
+        """Raise if the loss is linear everywhere that is tried.
+
+        It is tried at the outputs, at random outputs and near the targets.
+        """
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(outputs.shape, generator=generator).to(outputs)
-        places = [outputs, noise]
-        if targets.numel() == outputs.numel():  # a loss with linear tails curves only here
-            places.append(targets.to(outputs).view_as(outputs) + NEAR * noise)
+        points = [outputs, noise]
+        if targets.numel() == outputs.numel():  # a loss with linear tails curves only near them
+            targets_as_outputs = targets.to(outputs).view_as(outputs)
+            points.append(targets_as_outputs + NOISE_AT_TARGETS * noise)
         problem = "the loss has no second derivative in the outputs"
-        remedy = f"use {_curved_loss(outputs, targets)}"
+        remedy = f"use {_suggested_loss(outputs, targets)}"
         with told_as(InputError, problem, remedy):
-            if any(bool(self._hessian_times(f, targets, noise).any()) for f in places):
-                return
+            for f in points:
+                curvature = self._hessian_times(f, targets, noise)
+                if bool(curvature.any()):
+                    return
         raise InputError(f"{problem} (it is linear there); {remedy}")
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self.loss(outputs, targets)
 
     def entries(self, outputs: Tensor, targets: Tensor) -> int:
-        loss_entries = getattr(self.loss, "entries", None)
-        return len(outputs) if loss_entries is None else loss_entries(outputs, targets)
+        entries_of_module = getattr(self.loss, "entries", None)  # where the loss is a torch module
+        if entries_of_module is None:
+            return len(outputs)
+        return entries_of_module(outputs, targets)
 
     def as_module_takes(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        as_module_takes = getattr(self.loss, "as_module_takes", None)
-        if as_module_takes is None:
+        layout_of_module = getattr(self.loss, "as_module_takes", None)
+        if layout_of_module is None:
             return outputs, targets
-        return as_module_takes(outputs, targets)
+        return layout_of_module(outputs, targets)
 
-    def _slope(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The outputs f, and e with the graph that leads back to f."""
+    def _outputs_and_error(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The outputs as leaves f of a new graph, and e = ∂ℓ/∂f with the graph back to f."""
         f = outputs.detach().requires_grad_()
         loss = self.loss(f, targets).sum()
         if not loss.requires_grad:
@@ -160,22 +175,22 @@ class Function(Likelihood):
 
     def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
         with torch.enable_grad():
-            _, e = self._slope(outputs, targets)
+            _, e = self._outputs_and_error(outputs, targets)
         return e.detach()
 
     def _hessian_times(self, outputs: Tensor, targets: Tensor, vector: Tensor) -> Tensor:
         """(∂²ℓ/∂f²) u, negative curvature included."""
         with torch.enable_grad():
-            f, e = self._slope(outputs, targets)
+            f, e = self._outputs_and_error(outputs, targets)
             return _derivative(e, f, vector)
 
     def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         with torch.enable_grad():
-            f, e = self._slope(outputs, targets)
-            units = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
-            columns = [_derivative(e, f, unit.expand_as(f)) for unit in units]
-        exact = torch.stack(columns, -1)
-        symmetric = (exact + exact.mT) / 2
+            f, e = self._outputs_and_error(outputs, targets)
+            unit_vectors = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
+            columns = [_derivative(e, f, unit.expand_as(f)) for unit in unit_vectors]
+        hessian = torch.stack(columns, -1)
+        symmetric = (hessian + hessian.mT) / 2  # without the rounding of the two halves
         eigenvalues, eigenvectors = torch.linalg.eigh(symmetric)
         return eigenvectors * eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)
 
@@ -196,15 +211,17 @@ class Function(Likelihood):
         )
 
 
-def _curved_loss(outputs: Tensor, targets: Tensor) -> str:
-    """Words for a loss with curvature that fits such outputs and targets."""
+def _suggested_loss(outputs: Tensor, targets: Tensor) -> str:
+    """Words that suggest a loss with curvature for such outputs and targets."""
     if outputs.shape[-1] > 1 and _are_log_probabilities(outputs):
         return "nn.CrossEntropyLoss, which takes log-probabilities and shares of classes too"
     if targets.shape == outputs.shape and _are_shares(targets):
         return "the logits and nn.CrossEntropyLoss, which takes shares of classes too"
-    if bool((targets.abs() == 1).all()):
+    are_signs = bool((targets.abs() == 1).all())
+    if are_signs:
         return "nn.SoftMarginLoss"
-    if outputs.shape[-1] > 1 and not targets.is_floating_point():
+    are_classes = outputs.shape[-1] > 1 and not targets.is_floating_point()
+    if are_classes:
         return "nn.CrossEntropyLoss"
     return "a smooth one: nn.HuberLoss"
 
@@ -212,7 +229,7 @@ def _curved_loss(outputs: Tensor, targets: Tensor) -> str:
 def _are_log_probabilities(outputs: Tensor) -> bool:
     """Whether the exponentials of every row sum to one."""
     deviations = (outputs.exp().sum(-1) - 1).abs()
-    return bool((deviations < TOLERANCE).all())
+    return bool((deviations < SUM_TOLERANCE).all())
 
 
 def _are_shares(targets: Tensor) -> bool:
@@ -224,10 +241,10 @@ def _are_shares(targets: Tensor) -> bool:
 
 
 def _derivative(e: Tensor, f: Tensor, vector: Tensor) -> Tensor:
-    """Σ_c u_c ∂e_c/∂f of every example, ``[B, C]``; examples do not mix."""
+    """Σ_c u_c ∂e_c/∂f of every example, ``[B, C]``; 0 where e does not depend on f."""
     if not e.requires_grad:
         return torch.zeros_like(f)
-    (slope,) = torch.autograd.grad(
+    (derivative,) = torch.autograd.grad(
         e, f, vector, retain_graph=True, allow_unused=True, materialize_grads=True
     )
-    return slope
+    return derivative
