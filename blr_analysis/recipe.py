@@ -27,7 +27,7 @@ from blr_analysis.errors import InputError, told_as
 from blr_analysis.likelihoods.reduction import WORDS as REDUCTIONS
 from blr_analysis.modes import WORDS as MODES
 from blr_analysis.modes import Mode
-from blr_analysis.schedules import Schedule, checked, factor_at
+from blr_analysis.schedules import Schedule, checked_schedule, factor_at
 
 POINTS = 1000  # a schedule's mean is over so many points
 OPTIMIZERS: dict[str, Callable[..., Any]] = {  # by name; learning_rule.optim adds its own
@@ -135,7 +135,7 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         self.options = options
         self.epochs: float = 0
         self.batch_size = 0
-        self.schedule = checked(schedule, warmup)
+        self.schedule = checked_schedule(schedule, warmup)
         self.schedule_epochs = schedule_epochs
         self.warmup = float(warmup)
         self.factor = 1.0  # that all rates are multiplied by

@@ -20,7 +20,7 @@ from blr_analysis.posterior import Posterior
 from blr_analysis.posterior.capture import unwrap
 from blr_analysis.ranks import is_sharded
 from blr_analysis.recipe import Recipe
-from blr_analysis.schedules import described
+from blr_analysis.schedules import schedule_of_factors
 from blr_analysis.sensitivity import Monitor
 
 MUCH_MEMORY = 2**30  # bytes; a warning says so if checkpoints in memory take more
@@ -161,7 +161,7 @@ def recipe_of(
     schedule = None
     warmup = 0.0
     if factors is not None:
-        schedule, warmup = described(factors)
+        schedule, warmup = schedule_of_factors(factors)
     not_repeated = [*missing, *_odd_parameters(optimizer, model)]
     if n_data is not None:
         steps_an_epoch = math.ceil(n_data / batch_size)
