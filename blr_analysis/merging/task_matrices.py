@@ -1,4 +1,7 @@
-"""Merges of a layer's matrices without data: by the spectra of steps, or by inputs they stand for.
+"""Merges of a layer's matrices without data, from what the steps of the tasks say by themselves.
+
+Two methods look at the singular vectors of the steps. Two others take the rows of a step for inputs
+of the layer, because a step is a sum of gradients, and each of its rows a sum of inputs.
 
 Each function takes the steps Δ_t = θ_t − θ_0 of one weight as matrices ``[O, I]`` in float64, with
 weights α_t, and returns the step of the merge. Sources:
@@ -20,13 +23,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-SINGULAR = 1e-10  # of the largest value; along directions below it no task has moved
+SINGULAR = 1e-10  # relative to the largest value; a smaller one is 0 but for rounding
 
 
 def iso_c(steps: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """σ̄ U Vᵀ, where U S Vᵀ = Σ_t α_t Δ_t and σ̄ is the mean of S: all directions count the same.
+    """σ̄ U Vᵀ, where U S Vᵀ = Σ_t α_t Δ_t and σ̄ is the mean of S.
 
-    Only singular values above 0 are in S, so that directions without any step stay as they are.
+    The merge moves equally far along all singular vectors. Those of singular value 0 are left out
+    of U, S and V, so that the merge does not move where no task has moved.
 
     >>> iso_c([torch.diag(torch.tensor([3.0, 1.0]))], [1.0])
     tensor([[2., 0.],
@@ -43,29 +47,30 @@ def tsv_m(steps: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """U⊥ S V⊥ᵀ: the first singular vectors of every task, made orthogonal to each other.
 
     A matrix has at most r = min(O, I) singular vectors. Each of T tasks contributes its first r/T,
-    and at least one. U joins the left ones of all tasks, V the right ones, and S their singular
-    values times α_t. With U = P D Qᵀ, the orthogonal matrix nearest to U is U⊥ = P Qᵀ; V⊥ likewise.
-    Vectors whose singular value is 0 are left out, because they belong to no task.
+    and at least one. The columns of U are the left vectors of all tasks, those of V the right
+    vectors, and S has their singular values times α_t. With the singular value decomposition
+    U = P D Qᵀ, the orthogonal matrix nearest to U is U⊥ = P Qᵀ; V⊥ likewise. Vectors whose
+    singular value is 0 are left out, because they are arbitrary.
     """
     vectors_per_task = max(1, min(steps[0].shape) // len(steps))
-    lefts = []
-    values = []
-    rights = []
+    left_vectors = []
+    singular_values = []
+    right_vectors = []
     for step, weight in zip(steps, weights, strict=True):
-        left, value, right = _singular_vectors(step)
-        lefts.append(left[:, :vectors_per_task])
-        values.append(weight * value[:vectors_per_task])
-        rights.append(right[:vectors_per_task].mT)
-    left = _nearest_orthogonal(torch.cat(lefts, 1))
-    right = _nearest_orthogonal(torch.cat(rights, 1))
-    return (left * torch.cat(values)) @ right.mT
+        left, values, right = _singular_vectors(step)
+        left_vectors.append(left[:, :vectors_per_task])
+        singular_values.append(weight * values[:vectors_per_task])
+        right_vectors.append(right[:vectors_per_task].mT)
+    left = _nearest_orthogonal(torch.cat(left_vectors, dim=1))
+    right = _nearest_orthogonal(torch.cat(right_vectors, dim=1))
+    return (left * torch.cat(singular_values)) @ right.mT
 
 
 def _singular_vectors(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """U, S and Vᵀ without the vectors of singular value 0, which are not unique."""
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    is_moved = values > SINGULAR * values.max()
-    return left[:, is_moved], values[is_moved], right[is_moved]
+    is_positive = values > SINGULAR * values.max()
+    return left[:, is_positive], values[is_positive], right[is_positive]
 
 
 def _nearest_orthogonal(matrix: Tensor) -> Tensor:
@@ -75,37 +80,40 @@ def _nearest_orthogonal(matrix: Tensor) -> Tensor:
 
 
 def wudi(steps: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The Δ that minimises Σ_t α_t ‖(Δ − Δ_t) Δ_tᵀ‖² / ‖Δ_t‖²: rows of Δ_t stand for inputs.
+    """The Δ that minimises Σ_t α_t ‖(Δ − Δ_t) Δ_tᵀ‖² / ‖Δ_t‖².
 
-    In closed form Δ = (Σ_t α_t Δ_t C_t)(Σ_t α_t C_t)⁻¹ with C_t = Δ_tᵀΔ_t/‖Δ_t‖²; it is 0 along
-    directions without any step. (The paper takes 300 steps of Adam from Σ_t Δ_t towards it.)
+    On the rows of Δ_t, which are taken for inputs of task t, the merge and the task's own step
+    then give nearly the same outputs. In closed form Δ = (Σ_t α_t Δ_t C_t)(Σ_t α_t C_t)⁻¹ with
+    C_t = Δ_tᵀΔ_t/‖Δ_t‖²; it is 0 along directions where no task has moved. (The paper takes 300
+    steps of Adam towards it, from Σ_t Δ_t.)
     """
     return ace(steps, weights, damping=0.0)
 
 
 def ace(steps: Sequence[Tensor], weights: Sequence[float], damping: float = 1.0) -> Tensor:
-    """(Σ_t α_t Δ_t C_t)(Σ_t α_t C_t)⁻¹ with C_t = Δ_tᵀΔ_t/‖Δ_t‖² + d/I: RegMean without data.
+    """(Σ_t α_t Δ_t C_t)(Σ_t α_t C_t)⁻¹ with C_t = Δ_tᵀΔ_t/‖Δ_t‖² + d/I.
 
-    A layer's step is a sum of gradients, so that each of its rows is a sum of the layer's inputs.
-    Δ_tᵀΔ_t therefore stands for the second moments of the inputs of task t. The damping d is in
-    units of their mean; the larger it is, the nearer is the merge to the average. (The spectral
-    refinement that the paper does afterwards is left out.)
+    This is RegMean's formula, in which C_t is the second moment of the layer's inputs in task t.
+    Here no data are needed: Δ_tᵀΔ_t stands for the second moment, because the rows of Δ_t are sums
+    of inputs. The damping d is in units of the mean eigenvalue of Δ_tᵀΔ_t/‖Δ_t‖²; the larger it
+    is, the nearer is the merge to the average. (The spectral refinement that the paper does
+    afterwards is left out.)
     """
     n_inputs = steps[0].shape[1]
-    right = torch.zeros_like(steps[0])
-    total = torch.zeros(n_inputs, n_inputs, dtype=right.dtype)
+    sum_of_products = torch.zeros_like(steps[0])  # Σ_t α_t Δ_t C_t
+    sum_of_moments = torch.zeros(n_inputs, n_inputs, dtype=sum_of_products.dtype)  # Σ_t α_t C_t
     for step, weight in zip(steps, weights, strict=True):
         squared_norm = float(step.square().sum())
         if squared_norm == 0:
-            continue  # the task left the layer as it was, and its inputs are unknown
+            continue  # the task left the layer as it was, so that its inputs are unknown
         moments = step.mT @ step / squared_norm
         moments.diagonal().add_(damping / n_inputs)
-        right += weight * (step @ moments)
-        total += weight * moments
-    values, vectors = torch.linalg.eigh(total)
-    is_defined = values.abs() > SINGULAR * values.abs().max()
-    inverse = torch.where(is_defined, 1 / values, 0.0)
-    return (right @ vectors * inverse) @ vectors.mT
+        sum_of_products += weight * (step @ moments)
+        sum_of_moments += weight * moments
+    values, vectors = torch.linalg.eigh(sum_of_moments)
+    has_inverse = values.abs() > SINGULAR * values.abs().max()
+    inverse_values = torch.where(has_inverse, 1 / values, 0.0)
+    return ((sum_of_products @ vectors) * inverse_values) @ vectors.mT
 
 
 def _weighted_sum(steps: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
