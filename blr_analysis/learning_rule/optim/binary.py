@@ -44,7 +44,7 @@ class BinaryOptimizer(RowOptimizer):
 
     def mode_params(self) -> Context:
         """The model with the weights sign(θ), the binary network itself; θ again after it."""
-        return self._shown(lambda theta, group, generator: (signs(theta), None))
+        return self._context_of_look(lambda theta, group, generator: (signs(theta), None))
 
     def _is_noisy(self, train: bool) -> bool:
         return False
@@ -110,10 +110,10 @@ class STE(BinaryOptimizer):
         move = replace(accepted.move, entropy=False)
         return replace(accepted, algorithm=name, family=ROWS["STE"].family, look=AT_SIGN, move=move)
 
-    def _look(self, theta: Tensor, group: Group, generator: Any) -> Seen:
+    def _training_look(self, theta: Tensor, group: Group, generator: Any) -> Seen:
         return signs(theta), None
 
-    _sample = _look
+    _posterior_look = _training_look
 
     def _move_group(self, group: Group, params: list[Tensor], inverse_scale: float) -> None:
         super()._move_group(group, params, inverse_scale)
@@ -199,7 +199,7 @@ class BayesBiNN(BinaryOptimizer):
 
     def mean_params(self) -> Context:
         """The model with the weights tanh λ, the mean of q; λ again after it."""
-        return self._shown(lambda theta, group, generator: (torch.tanh(theta), None))
+        return self._context_of_look(lambda theta, group, generator: (torch.tanh(theta), None))
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
@@ -212,13 +212,13 @@ class BayesBiNN(BinaryOptimizer):
             sizes = [tuple(shape) for shape in shapes]
             raise InputError(f"prior must hold tensors of the parameters' shapes, {sizes}")
 
-    def _look(self, theta: Tensor, group: Group, generator: Any) -> Seen:
+    def _training_look(self, theta: Tensor, group: Group, generator: Any) -> Seen:
         noise = group["noise"] * logistic_noise(theta, generator)
         temperature = group["temperature"]
         slope = relaxed_slope(theta, noise, temperature, group["floor"])
         return relax(theta, noise, temperature), group["ess"] * slope
 
-    def _sample(self, theta: Tensor, group: Group, generator: Any) -> Seen:
+    def _posterior_look(self, theta: Tensor, group: Group, generator: Any) -> Seen:
         return draw_signs(theta, generator), None
 
     def _move_group(self, group: Group, params: list[Tensor], inverse_scale: float) -> None:

@@ -81,7 +81,7 @@ class BSAM(RowOptimizer):
         Raises:
             OptimizerError: there was no ``sampled_params(train=True)`` before it.
         """
-        return self._at(self._adversary(), divided_by)
+        return self._context_of(self._adversary(), divided_by)
 
     def _adversary(self, adoptable: bool = False) -> Draw:
         """A draw of the adversary of the sample before, which is used up."""
@@ -130,6 +130,6 @@ class BSAM(RowOptimizer):
         self._refuse_sample("step() after a sample without its adversary")
         super()._check_draws()
 
-    def _forget(self) -> None:
-        super()._forget()
+    def _forget_draws(self) -> None:
+        super()._forget_draws()
         self._sampled: dict[Tensor, Tensor] | None = None  # gradients at the sample

@@ -102,7 +102,7 @@ class Dropout(RowOptimizer):
 
     def mean_params(self) -> Context:
         """The model with the weights π₁ m, the mean of q; m again after it."""
-        return self._shown(lambda theta, group, generator: (group["keep"] * theta, None))
+        return self._context_of_look(lambda theta, group, generator: (group["keep"] * theta, None))
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
@@ -115,10 +115,10 @@ class Dropout(RowOptimizer):
                     "group with keep = 1"
                 )
 
-    def _look(self, theta: Tensor, group: Group, generator: Any) -> Seen:
+    def _training_look(self, theta: Tensor, group: Group, generator: Any) -> Seen:
         return with_units(theta, group, generator, _whole_units)
 
-    _sample = _look
+    _posterior_look = _training_look
 
 
 def with_units(

@@ -92,7 +92,7 @@ class LearnedDropout(Dropout):
             **settings,
         )
 
-    def _look(self, theta: Tensor, group: Group, generator: Any) -> Seen:
+    def _training_look(self, theta: Tensor, group: Group, generator: Any) -> Seen:
         return with_units(theta, group, generator, _relaxed_units)
 
     def _gather(self, draw: Draw) -> None:
@@ -126,8 +126,8 @@ class LearnedDropout(Dropout):
         grads = [p.grad for p in self.param_groups[k]["params"] if p.grad is not None]
         return math.hypot(*(float(grad.double().norm()) for grad in grads))
 
-    def _forget(self) -> None:
-        super()._forget()
+    def _forget_draws(self) -> None:
+        super()._forget_draws()
         self._slopes: dict[int, float] = {}  # Σ over draws of (1/J) dℓ̄/dπ₁, by group
         self._gradient_norms: dict[int, float] = {}  # after the last draw, by group
 

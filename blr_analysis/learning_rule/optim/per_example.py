@@ -1,9 +1,9 @@
 """Gradients of single examples, read from the user's own forward and backward pass.
 
-A :class:`blr_analysis.backprop.tape.Tape` notes the passes from :meth:`Listener.start` to
-:meth:`Listener.stop`. Two checks are made on the 1st, 2nd, 4th, 8th, … pass: Σ_i g_i must be the
-gradient that autograd left in ``p.grad``, and an example's outputs must depend on no other
-example's row of any layer.
+A :class:`blr_analysis.backprop.tape.Tape` notes the passes between :meth:`Listener.start` and
+:meth:`Listener.stop`, which surround one draw. Two checks are made in the 1st, 2nd, 4th, 8th, …
+draw: Σ_i g_i must be the gradient that autograd left in ``p.grad``, and an example's outputs must
+depend on no other example's row of any layer.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Listener(Reader):
         reduction: ``"mean"`` or ``"sum"``: how the loss combines the examples of a batch.
     """
 
-    method = "none"
+    method = "none"  # what the estimate is: a key of gathered.DEGREES
 
     def __init__(self, model: nn.Module, algorithm: str, reduction: str = "mean") -> None:
         self.model = model
@@ -61,7 +61,7 @@ class Listener(Reader):
         self.reduction = one_of("loss_reduction", reduction, ("mean", "sum"))
         self.tape = Tape(model, self)
         self._params: dict[str, Tensor] = {}
-        self._contexts = 0  # the number of calls of start()
+        self._n_draws = 0  # the number of calls of start()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins outside of a context."""
@@ -73,7 +73,7 @@ class Listener(Reader):
         Raises:
             OptimizerError: a parameter is not the model's.
         """
-        self._contexts += 1
+        self._n_draws += 1
         names = names_of(self.model)
         foreign_shapes = [tuple(param.shape) for param in params if id(param) not in names]
         if foreign_shapes:
@@ -85,7 +85,7 @@ class Listener(Reader):
         self.tape.start(self._units(names))
 
     def stop(self) -> None:
-        """Note no more, and forget the passes."""
+        """Note no further passes, and forget those that were noted."""
         self.tape.stop()
         self._params = {}
 
@@ -135,13 +135,13 @@ class Listener(Reader):
     # Called by the tape ----------------------------------------------------------------------
 
     def wants(self, model: nn.Module, batch: int) -> bool:
-        """Every pass is noted; it must have a tensor of examples."""
+        """True, because every pass is noted; refuse one without a tensor of examples."""
         if not batch:
             raise OptimizerError("the model was called without a tensor of examples: pass one")
         return True
 
     def called_outside(self, unit: Unit) -> None:
-        """Refuse it: the number of examples is unknown."""
+        """Refuse a layer's call outside of a pass: its number of examples is unknown."""
         raise OptimizerError(
             f"layer {unit.path!r} was called outside of the forward pass of model=: call "
             "the whole model"
@@ -150,36 +150,33 @@ class Listener(Reader):
     def finished(self, forward: Pass, output: Any) -> None:
         """Check that an example's outputs depend on no other example's row of any layer.
 
-        The outputs of half of the examples are differentiated. The gradient must be 0 at the rows
-        of the other half.
+        A random half of the examples is left out: only the outputs of the others are
+        differentiated. Their gradient must be 0 at the rows of the examples that are left out.
         """
         batch = forward.batch
-        by_example = [x for x in leaves_with_gradient(output) if _has_examples_first(x, batch)]
-        if not self._check_is_due or not by_example:
+        outputs = [x for x in leaves_with_gradient(output) if _has_examples_first(x, batch)]
+        if not self._check_is_due or not outputs:
             return
-        generator = torch.Generator().manual_seed(self._contexts)
+        generator = torch.Generator().manual_seed(self._n_draws)
         left_out = torch.randperm(batch, generator=generator)[: batch // 2]
-        cotangents = [torch.randn(x.shape, generator=generator).to(x) for x in by_example]
+        cotangents = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
         for cotangent in cotangents:
             cotangent[left_out.to(cotangent.device)] = 0
-        gradients = forward.gradients(by_example, cotangents)
+        gradients = forward.gradients(outputs, cotangents)
         for call, call_gradients in zip(forward.calls, gradients, strict=True):
-            for grad in call_gradients:
-                if not _has_examples_first(grad, batch):
-                    continue
-                mixes_examples = bool(grad[left_out.to(grad.device)].any())
-                if mixes_examples:
-                    raise self._unreadable(
-                        call.visit.unit.names.values(),
-                        "the model mixes the examples of a batch there (replace BatchNorm by "
-                        "GroupNorm)",
-                    )
+            if any(_reaches(grad, left_out, batch) for grad in call_gradients):
+                raise self._unreadable(
+                    call.visit.unit.names.values(),
+                    "the model mixes the examples of a batch there (replace BatchNorm by "
+                    "GroupNorm)",
+                )
 
     # Reading ---------------------------------------------------------------------------------
 
     def _read(self, forward: Pass, params: dict[str, Tensor]) -> tuple[list[Term], int]:
         """The gradients G_i of a pass, and n, the number of examples that the loss averages."""
-        terms = self._terms(forward, [call.gradients for call in forward.calls])
+        gradients_at_outputs = [call.gradients for call in forward.calls]
+        terms = self._terms(forward, gradients_at_outputs)
         names_read = {name for term in terms for name in term.names}
         unread = [name for name in params if name not in names_read]
         if unread:
@@ -209,7 +206,8 @@ class Listener(Reader):
             axis = _output_axis(output, batch, grad)
             if axis is not None:
                 outputs.append(axis)
-        lacks_input = visit.unit.rule is not None and (not inputs or inputs[0] is None)
+        has_rule = visit.unit.rule is not None  # a rule reads the gradient off the first input
+        lacks_input = has_rule and (not inputs or inputs[0] is None)
         lacks_output = len(outputs) < len(visit.outputs)
         if lacks_input or lacks_output:
             shapes = [tuple(output.shape) for output in visit.outputs]
@@ -221,17 +219,17 @@ class Listener(Reader):
 
     @property
     def _check_is_due(self) -> bool:
-        """Whether the number of passes is a power of two."""
-        return self._contexts & (self._contexts - 1) == 0
+        """Whether the number of draws is a power of two."""
+        return self._n_draws & (self._n_draws - 1) == 0
 
     def _check_sums(self, params: Mapping[str, Tensor], terms: list[Term], forward: Pass) -> None:
-        """Check that Σ_i g_i is p.grad."""
+        """Raise :class:`OptimizerError` where Σ_i g_i is not ``p.grad``."""
         gradients = {name: p.grad.detach() for name, p in params.items() if p.grad is not None}
         outputs = [output for call in forward.calls for output in call.visit.outputs]
-        unlike = unlike_autograd(terms, gradients, outputs)
-        if unlike:
+        wrong_names = unlike_autograd(terms, gradients, outputs)
+        if wrong_names:
             raise self._unreadable(
-                unlike[:1],
+                wrong_names[:1],
                 "the examples' gradients do not add up to p.grad: call zero_grad() first, and "
                 "use the weight in its layer only",
             )
@@ -245,16 +243,17 @@ class Listener(Reader):
 
 
 class PerExampleSquares(Listener):
-    """The mean of g_i² over the examples.
+    """The mean of g_i² over the examples, where g_i is the gradient of an example's loss.
 
-    Where the loss is a sum over examples, ``p.grad`` becomes their mean as well.
+    Where the loss of the batch is a sum, ``p.grad`` becomes the mean of g_i as well.
     """
 
     method = "ggn"
 
     def _estimates(self, forward: Pass, params: dict[str, Tensor]) -> dict[Tensor, Tensor]:
         terms, n = self._read(forward, params)
-        # The gradients of a mean's terms are g_i / n, those of a sum's g_i.
+        # Of a mean loss the terms are G_i = g_i / n, so that mean g_i² = n Σ G_i².
+        # Of a sum they are G_i = g_i, so that mean g_i² = Σ G_i² / n.
         scale = n if self.reduction == "mean" else 1 / n
         squares = {name: total for term in terms for name, total in term.square_sum().items()}
         means = {}
@@ -267,7 +266,15 @@ class PerExampleSquares(Listener):
 
 
 def _has_examples_first(leaf: Any, batch: int) -> TypeGuard[Tensor]:
+    """Whether this is a tensor whose first axis has the length of the batch."""
     return isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,)
+
+
+def _reaches(grad: Tensor | None, examples: Tensor, batch: int) -> bool:
+    """Whether a gradient with a row for each example is not 0 in the rows of these examples."""
+    if not _has_examples_first(grad, batch):
+        return False
+    return bool(grad[examples.to(grad.device)].any())
 
 
 def _input_axis(leaf: Any, batch: int) -> Axis | None:
@@ -276,7 +283,10 @@ def _input_axis(leaf: Any, batch: int) -> Axis | None:
 
 
 def _output_axis(output: Tensor, batch: int, grad: Tensor | None) -> Axis | None:
-    """The axis of the examples: the first one, or any where the loss does not use the output."""
+    """The axis of the examples in a call's output; None where there is none.
+
+    It must be the first one, unless no gradient comes back to the output.
+    """
     dims = [dim for dim, size in enumerate(output.shape) if size == batch]
     if not dims:
         return None

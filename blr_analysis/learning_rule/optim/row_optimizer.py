@@ -1,12 +1,15 @@
 """The rows of the table that train networks: weights are drawn, gradients gathered, steps made.
 
-What a step does with a draw's weights stands in :mod:`~blr_analysis.learning_rule.optim.draws`,
-what it does with gradients in :mod:`~blr_analysis.learning_rule.optim.gathered`; its arithmetic is
-:func:`blr_analysis.learning_rule.moves.step`, block by block
-(:mod:`~blr_analysis.learning_rule.optim.blocks`). Settings and state are those of
-:class:`~blr_analysis.learning_rule.optim.row_state.RowState`. A class that derives from
-:class:`RowOptimizer` names its row and the signature that users type; the rest of the signature
-becomes the settings of the groups.
+Each part stands in a module of its own:
+
+* :mod:`~blr_analysis.learning_rule.optim.draws`: weights that the loss sees, and the mean again;
+* :mod:`~blr_analysis.learning_rule.optim.gathered`: gradients and curvatures of all draws;
+* :func:`blr_analysis.learning_rule.moves.step`: the arithmetic of a step, which is called block by
+  block (:mod:`~blr_analysis.learning_rule.optim.blocks`);
+* :class:`~blr_analysis.learning_rule.optim.row_state.RowState`: settings and state.
+
+A class that derives from :class:`RowOptimizer` names its row and the arguments that users type;
+the other arguments become settings of the groups.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -101,11 +104,11 @@ class RowOptimizer(RowState):
         OptimizerError: as :class:`IVON`; and a layer whose per-example gradients cannot be read.
     """
 
-    _takes_scaler = True  # whether gradients of a loss scaled by a GradScaler can be used
-    _look: Any = None  # a Look: what the loss sees in training in the place of the parameters
-    _sample: Any = None  # a Look: the same for a draw of the posterior
+    _takes_scaler = True  # whether a GradScaler may scale the loss
+    _training_look: Any = None  # a Look: what it makes of the weights, the loss sees in training
+    _posterior_look: Any = None  # a Look: the same for a draw of the posterior
 
-    _step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to step()
+    _step_supports_amp_scaling = True  # tells GradScaler that step() unscales gradients itself
 
     def __init__(
         self, params: Any, row: Row | str, lr: float, ess: float = 1.0, **settings: Any
@@ -115,16 +118,16 @@ class RowOptimizer(RowState):
     def _begin_fresh(self) -> None:
         super()._begin_fresh()
         self._scratch = Scratch()
-        self._forget()
+        self._forget_draws()
 
     def _is_noisy(self, train: bool) -> bool:
-        """Whether noise is added to the weights, in training or else for the posterior."""
+        """Whether noise is added to the weights: in training, or in a draw of the posterior."""
         return self.row.look.noisy if train else self._hess_is_precision
 
     @property
     def _needs_draw(self) -> bool:
-        """Whether a step needs a draw: a backward pass outside of its context is not enough."""
-        return self.row.look.noisy or self._look is not None or self.examples is not None
+        """Whether gradients count only inside of ``sampled_params(train=True)``."""
+        return self.row.look.noisy or self._training_look is not None or self.examples is not None
 
     # Drawing --------------------------------------------------------------------------------------
 
@@ -134,8 +137,8 @@ class RowOptimizer(RowState):
         With ``train=True`` the gradients at the end of the context are one draw of the next
         :meth:`step`. The mean comes back bit for bit, also when the body raises; then the draw
         and its gradients are dropped. Several draws are averaged: where every microbatch has a
-        context of its own and its loss was divided by their number, as training loops do that
-        accumulate gradients, say so with ``divided_by``.
+        context of its own and its loss was divided by their number (training loops that accumulate
+        gradients do so), give this number as ``divided_by``.
 
             >>> from blr_analysis.learning_rule.optim import IVON
             >>> model = torch.nn.Linear(2, 1)
@@ -149,34 +152,40 @@ class RowOptimizer(RowState):
             >>> torch.cat(predictions).std() > 0
             tensor(True)
         """
-        return self._at(self._draw(train), divided_by)
+        return self._context_of(self._draw(train), divided_by)
 
     def _draw(self, train: bool, adoptable: bool = False) -> Draw:
         """A new draw, or the open one where a closure opens the context that it is called in.
 
-        ``adoptable``: whether the next training context takes this draw.
+        Args:
+            adoptable: whether a training context that opens inside takes this draw as its own.
         """
         if self._open is not None and self._open.adoptable and train:
             self._open.adoptable = False
             return self._open
-        if not train and not self._hess_is_precision and self._sample is None:
+        has_posterior = self._hess_is_precision or self._posterior_look is not None
+        if not train and not has_posterior:
             raise OptimizerError(f"{self.algorithm} learns no posterior: fit_laplace makes one")
         return Draw(
             train=train,
             noisy=self._is_noisy(train),
-            look=self._look if train else self._sample,
+            look=self._training_look if train else self._posterior_look,
             adoptable=adoptable,
         )
 
-    def _shown(self, look: Look) -> Context:
+    def _context_of_look(self, look: Look) -> Context:
         """A context in which the model has the weights that ``look`` makes of the parameters."""
-        return self._at(Draw(train=False, look=look))
+        return self._context_of(Draw(train=False, look=look))
 
     @contextmanager
-    def _at(self, draw: Draw, divided_by: float = 1.0) -> Iterator[None]:
-        """A context in which the model has the weights of ``draw``."""
+    def _context_of(self, draw: Draw, divided_by: float = 1.0) -> Iterator[None]:
+        """A context in which the model has the weights of ``draw``.
+
+        Only one context is open at a time, but for a closure that opens the one it is called in.
+        """
         draw.divided_by = positive_number("divided_by", divided_by)
-        if draw is self._open:  # a closure opens the context that it is called in
+        is_opened_by_closure = draw is self._open
+        if is_opened_by_closure:
             yield
             return
         self._refuse_inside("another context")
@@ -202,23 +211,23 @@ class RowOptimizer(RowState):
                 self._gathered.begin()
             draw.groups = self._trained()
             if draw.noisy:
-                self._fill(draw)
+                self._draw_noise(draw)
             self._open = draw
             draw.perturb(self._scratch, self.generator)
             if draw.train and self.examples is not None:
                 self.examples.start([*draw.groups])
 
-    def _fill(self, draw: Draw) -> None:
+    def _draw_noise(self, draw: Draw) -> None:
         """Draw the noise ε ~ N(0, 1/S), S = ess·(hess + weight_decay), group by group."""
-        use = "noise"
+        memory = "noise"
         if self._gathered.count and not draw.train:
-            use = "noise of a prediction"  # the step still needs the noise of the last draw
+            memory = "noise of a prediction"  # the step still needs the noise of the last draw
         by_kind = group_by(draw.groups, lambda p: (id(draw.groups[p]), p.device, working(p.dtype)))
         for (_, device, dtype), params in by_kind.items():
             group = draw.groups[params[0]]
-            flat, noises = self._scratch.take(use, params, dtype)
-            start = torch.full((), float(group["hess_init"]), dtype=dtype, device=device)
-            hess = [self._hess_of(param, start) for param in params]
+            flat, noises = self._scratch.take(memory, params, dtype)
+            first_hess = torch.full((), float(group["hess_init"]), dtype=dtype, device=device)
+            hess = [self._hess_of(param, first_hess) for param in params]
             if "prior_decay" in group:
                 decays = [self._decay_of(param, group) for param in params]
                 hess = list(torch._foreach_add(hess, decays))
@@ -239,24 +248,26 @@ class RowOptimizer(RowState):
             self._open = None
 
     def _gather(self, draw: Draw) -> None:
-        """Take the gradients that the draw left in ``p.grad``."""
+        """Take the gradients that the draw left in ``p.grad``; subclasses take more or others."""
         self._gathered.add(draw)
 
     def drop_draws(self) -> None:
         """Forget the draws since the last step, for example to skip a minibatch."""
         self._refuse_inside("drop_draws()")
-        self._forget()
+        self._forget_draws()
 
-    def _forget(self) -> None:
+    def _forget_draws(self) -> None:
         """Begin to gather for a new step; the draws before it are forgotten.
 
-        The squares of draws at the mean are not averaged, because these draws are parts of one
-        larger minibatch: its gradient is squared.
+        Where the curvature is the square of the step's gradient, no curvature is gathered. This
+        holds for "fisher", and for "gradsq" at the mean: draws there are parts of one larger
+        minibatch, whose gradient is squared.
         """
         method = self.param_groups[0]["hess_approx"]
-        squares_at_mean = method == "gradsq" and not self._is_noisy(train=True)
-        squares_of_step = squares_at_mean or method == "fisher"
-        self._gathered = Gathered("none" if squares_of_step else method)
+        is_gradsq_at_mean = method == "gradsq" and not self._is_noisy(train=True)
+        if is_gradsq_at_mean or method == "fisher":
+            method = "none"
+        self._gathered = Gathered(method)
 
     # Stepping -------------------------------------------------------------------------------------
 
@@ -280,19 +291,22 @@ class RowOptimizer(RowState):
                     losses = self._losses(closure)
                 self._check_groups()
                 self._check_draws()
-                inverse_scale = self._undone_scale()
-                if inverse_scale is not None:
-                    self._update(inverse_scale)
+                if not self._gathered.count:
+                    self._gather_plain_pass()
+                if not self._is_skipped():
+                    self._update(self._settle_gradients())
             finally:
-                self._forget()
-        if not losses or losses[0] is None:
+                self._forget_draws()
+        has_losses = bool(losses) and losses[0] is not None  # a closure may return nothing
+        if not has_losses:
             return None
         return sum(losses) / len(losses)
 
     def _losses(self, closure: Callable[[], Any]) -> list[Any]:
         """The closure's loss at each of ``mc_samples`` draws.
 
-        Where the caller has made draws, the closure may be empty, as Lightning's is: no losses.
+        Where the caller has made draws before, the closure may do nothing (Lightning's does not);
+        then there are no losses.
         """
         has_draws = self._gathered.count > 0
         losses = []
@@ -308,12 +322,13 @@ class RowOptimizer(RowState):
 
     def _loss_at(self, draw: Draw, closure: Callable[[], Any]) -> Any:
         """The closure's loss at one draw, with a warning where it does not clear the gradients."""
-        with self._at(draw), torch.enable_grad():
-            versions = {p: (p.grad, p.grad._version) for p in draw.groups if p.grad is not None}
+        with self._context_of(draw), torch.enable_grad():
+            # A gradient that was not cleared is the same tensor, with a higher count of writes.
+            earlier = {p: (p.grad, p.grad._version) for p in draw.groups if p.grad is not None}
             loss = closure()
             adds_to_gradient = any(
                 p.grad is grad and grad._version != version
-                for p, (grad, version) in versions.items()
+                for p, (grad, version) in earlier.items()
             )
             if self._needs_draw and adds_to_gradient:
                 warnings.warn(
@@ -324,76 +339,93 @@ class RowOptimizer(RowState):
             return loss
 
     def _check_draws(self) -> None:
-        """Raise :class:`OptimizerError` without a draw to step by; take a plain pass as one."""
+        """Raise :class:`OptimizerError` where a step needs a draw and there is none."""
         if not self._takes_scaler and getattr(self, "found_inf", None) is not None:
             raise OptimizerError(f"{self.algorithm} takes no GradScaler: train in bfloat16")
-        if self._gathered.count:
-            return
-        if self._needs_draw:
+        if self._needs_draw and not self._gathered.count:
             raise OptimizerError("step() without a draw: use sampled_params(train=True)")
-        plain_pass = Draw(train=True, groups=self._trained())  # at the mean
-        self._gathered.add(plain_pass)
 
-    def _undone_scale(self) -> float | None:
-        """Finish the gathered gradients; returns a factor that undoes their loss scale.
+    def _gather_plain_pass(self) -> None:
+        """Take the gradients of a backward pass at the mean, outside of any context."""
+        self._gathered.add(Draw(train=True, groups=self._trained()))
 
-        The step is skipped where it returns None. GradScaler sets ``found_inf`` and ``grad_scale``
-        on the optimizer for the time of the call; ``grad_scale`` is None after ``unscale_``.
+    @property
+    def _in_parallel(self) -> bool:
+        """Whether gradients are averaged over several processes."""
+        return self.sync and ranks.count() > 1
+
+    def _all_params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _is_skipped(self) -> bool:
+        """Whether the scaled gradients overflow, in this process or in another one.
+
+        GradScaler sets ``found_inf`` on the optimizer for the time of the step.
         """
         found_inf = getattr(self, "found_inf", None)
+        overflows = found_inf is not None and bool(found_inf > 0)
+        if not self._in_parallel:
+            return overflows
+        device = self._all_params()[0].device
+        return mean_over_ranks([overflows], device)[0] > 0
+
+    def _settle_gradients(self) -> float:
+        """Finish the gathered gradients, and return the factor that undoes their loss scale.
+
+        GradScaler sets ``grad_scale`` on the optimizer for the time of the step; it is None after
+        ``unscale_``. GradScaler has checked its gradients by itself.
+        """
         grad_scale = getattr(self, "grad_scale", None)
         inverse_scale = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
-        is_skipped = found_inf is not None and bool(found_inf > 0)
-        params = [p for group in self.param_groups for p in group["params"]]
-        in_parallel = self.sync and ranks.count() > 1
-        if in_parallel:
-            is_skipped = mean_over_ranks([is_skipped], params[0].device)[0] > 0
-        if is_skipped:
-            return None
-        self._gathered.settle(in_parallel)
-        if in_parallel:
-            self._gathered.average_over_ranks(params, inverse_scale)
+        self._gathered.settle(self._in_parallel)
+        if self._in_parallel:
+            self._gathered.average_over_ranks(self._all_params(), inverse_scale)
             inverse_scale = 1.0
-        if found_inf is None:
+        has_scaler = getattr(self, "found_inf", None) is not None
+        if not has_scaler:
             self._gathered.check(inverse_scale)
         return inverse_scale
 
     def _update(self, inverse_scale: float) -> None:
         """Move every parameter that has a gradient; the others stay.
 
-        ``inverse_scale``: a factor that undoes the loss scale of the gradients.
+        Args:
+            inverse_scale: a factor that undoes the loss scale of the gradients.
         """
         for group in self.param_groups:
             params = [p for p in group["params"] if p in self._gathered.grads]
             self._move_group(group, params, inverse_scale)
 
     def _move_group(self, group: Group, params: list[Tensor], inverse_scale: float) -> None:
-        """Move some parameters of a group, those together that are alike."""
+        """Move these parameters of a group; those that are alike move together."""
         for param in params:
             self._next_state(param, group)
         by_kind = group_by(params, lambda p: (p.device, p.dtype, self.state[p]["step"]))
         for same_kind in by_kind.values():
-            self._move(same_kind, self._law(group), inverse_scale)
+            self._move_alike(same_kind, self._law(group), inverse_scale)
 
     def _law(self, group: Group) -> Law:
         """The row's law; a subclass may change it by settings of the group."""
         return Law(self.row.curvature, self.row.move, group)
 
-    def _move(self, params: Sequence[Tensor], law: Law, inverse_scale: float) -> None:
+    def _move_alike(self, params: Sequence[Tensor], law: Law, inverse_scale: float) -> None:
         """One step of parameters that are alike in device, dtype and number of the step."""
-        count = self.state[params[0]]["step"]
+        step_number = self.state[params[0]]["step"]
         dtype = working(params[0].dtype)
         columns = self._columns(params, law.settings)
 
         def move_block(*lists: list[Tensor]) -> None:
             tensors = dict(zip(columns, lists, strict=True))
             block = self._block(tensors, law.settings, inverse_scale, dtype)
-            step(block, law.curvature, law.move, law.settings, count)
+            step(block, law.curvature, law.move, law.settings, step_number)
 
         for_blocks(move_block, list(columns.values()))
 
     def _columns(self, params: Sequence[Tensor], settings: Group) -> dict[str, Sequence[Tensor]]:
-        """What a step reads and changes: a list of one tensor for each parameter, by name."""
+        """What a step reads and changes, by name: one tensor for each parameter.
+
+        "evidence" is what the curvature is estimated from.
+        """
         gathered = self._gathered
         columns: dict[str, Sequence[Tensor]] = {
             "theta": params,
@@ -422,7 +454,7 @@ class RowOptimizer(RowState):
         if gathered.averaged:
             curvature_scale = inverse_scale ** DEGREES[gathered.method]
             tensors["evidence"] = scaled(tensors.get("evidence", []), curvature_scale)
-        elif "evidence" in tensors:  # the noise of one draw
+        elif "evidence" in tensors:  # of one draw it is the noise; noise · gradient is the estimate
             torch._foreach_mul_(tensors["evidence"], grad)
         if "squares" in tensors:
             average_squares(tensors.pop("squares"), grad, settings["beta2"])
@@ -435,12 +467,11 @@ class RowOptimizer(RowState):
     # Copying --------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has no draws."""
+        """A copy has no draws, no memory for them, and no scheduler's wrapper of ``step``."""
         if self._open is not None or self._gathered.count:
             raise OptimizerError("copy the optimizer after step(), or use state_dict()")
-        public = {n: value for n, value in vars(self).items() if not n.startswith("_")}
-        public.pop("step", None)  # a scheduler's wrapper
-        return public
+        attributes = vars(self).items()
+        return {n: value for n, value in attributes if not n.startswith("_") and n != "step"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -111,7 +111,7 @@ class StructuredOptimizer(RowOptimizer):
             raise OptimizerError("one draw a step: call step() first")
         return super()._draw(train, adoptable)
 
-    def _fill(self, draw: Draw) -> None:
+    def _draw_noise(self, draw: Draw) -> None:
         noise = {n: normal(p.detach(), self.generator) for n, p in self.names.items()}
         noises = self.form.root_solve(noise)
         draw.noises = {self.names[name]: noises[name] for name in noises}

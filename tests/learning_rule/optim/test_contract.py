@@ -260,7 +260,7 @@ def test_a_user_may_look_at_draws_in_between(name: str) -> None:
 
         if name not in BY_CLOSURE:
             draw(name, optimizer, loss)
-        if optimizer._hess_is_precision or optimizer._sample is not None:
+        if optimizer._hess_is_precision or optimizer._posterior_look is not None:
             generator = optimizer.generator
             optimizer.generator = torch.Generator()
             before = flat(model.parameters())
