@@ -1,6 +1,6 @@
 """Which other label fits an example's prediction better than its own?
 
-gain of class c = ℓ(y) − ℓ(c)
+The gain of class c is ℓ(y) − ℓ(c) with ℓ = −log p: how much ℓ falls if the label y becomes c.
 """
 
 from __future__ import annotations
@@ -14,19 +14,26 @@ from blr_analysis.likelihoods import Bernoulli, Likelihood
 def relabelling_gains(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
     """ℓ(y) − ℓ(c) of every label c, in nats ``[N, C]``.
 
-    It is −inf for the label y itself, and 0 for targets that do not count. For Bernoulli it is the
-    gain of flipping each output.
+    It is −inf for the label y itself, and 0 for targets that do not count. Of targets that are
+    probabilities of the classes, y is the most probable class. For Bernoulli it is the gain of
+    flipping each output.
     """
     if isinstance(likelihood.kind, Bernoulli):
         return outputs * (1 - 2 * targets)
-    hits = likelihood.correct(outputs, targets)
-    assert hits is not None
-    ignored = hits.isnan()[:, None]
-    classes = targets[:, None] if targets.ndim == 1 else targets.argmax(-1, keepdim=True)
-    classes = classes.masked_fill(ignored, 0)
-    gains = outputs - outputs.gather(1, classes)
-    gains = gains.scatter(1, classes, -torch.inf)
-    return gains.masked_fill(ignored, 0.0)
+    are_probabilities = targets.ndim == 2
+    classes = targets.argmax(-1) if are_probabilities else targets
+    is_ignored = _ignored(likelihood, outputs, targets)[:, None]
+    columns = classes[:, None].masked_fill(is_ignored, 0)
+    gains = outputs - outputs.gather(1, columns)  # ℓ(y) − ℓ(c) = f_c − f_y
+    gains = gains.scatter(1, columns, -torch.inf)
+    return gains.masked_fill(is_ignored, 0.0)
+
+
+def _ignored(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Which targets do not count, ``[N]``."""
+    correct = likelihood.correct(outputs, targets)
+    assert correct is not None
+    return correct.isnan()
 
 
 def best_label(
@@ -34,21 +41,23 @@ def best_label(
 ) -> tuple[Tensor, Tensor | None]:
     """The gain of the best other label, in nats ``[N]``, and this label.
 
-    The label has the form of the targets; it is None for regression. Only labels that some example
-    has are considered.
+    The label is a class ``[N]``, also where the targets are probabilities of the classes; for
+    Bernoulli it is a target ``[N, C]``, and for regression None. Only labels that some example has
+    are considered. An example without another label, or whose target does not count, keeps its
+    own.
     """
     if not likelihood.is_classification:
         return torch.zeros(len(outputs)), None
     gains = relabelling_gains(likelihood, outputs, targets)
     if isinstance(likelihood.kind, Bernoulli):
         return _best_flips(gains, targets)
-    ignored = (gains == 0).all(-1)
-    occurs = _occurring(targets, outputs.shape[1], ignored)
+    is_ignored = _ignored(likelihood, outputs, targets)
+    occurs = _occurring(targets, outputs.shape[1], is_ignored)
     gain, proposed = gains.masked_fill(~occurs, -torch.inf).max(-1)
+    are_probabilities = targets.ndim == 2
+    classes = targets.argmax(-1) if are_probabilities else targets
     has_no_other = gain.isinf()
-    if targets.ndim == 2:
-        return gain, torch.where(has_no_other, targets.argmax(-1), proposed)
-    return gain, torch.where(ignored | has_no_other, targets, proposed)
+    return gain, torch.where(is_ignored | has_no_other, classes, proposed)
 
 
 def _best_flips(gains: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,13 +69,13 @@ def _best_flips(gains: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     has_both_answers = (targets > 0.5).any(0) & (targets <= 0.5).any(0)
     gains = gains.masked_fill(~has_both_answers, -torch.inf)
     has_one_output = gains.shape[1] == 1
-    smallest_gain = -torch.inf if has_one_output else 0.0
-    proposed = torch.where(gains > smallest_gain, 1 - targets, targets)
+    is_flipped = gains > (-torch.inf if has_one_output else 0.0)
+    proposed = torch.where(is_flipped, 1 - targets, targets)
     return gains.amax(-1), proposed
 
 
-def _occurring(targets: Tensor, n_classes: int, ignored: Tensor) -> Tensor:
+def _occurring(targets: Tensor, n_classes: int, is_ignored: Tensor) -> Tensor:
     """Which classes some example has, ``[C]``."""
     if targets.ndim == 2:
         return (targets > 0).any(0)
-    return torch.bincount(targets[~ignored], minlength=n_classes) > 0
+    return torch.bincount(targets[~is_ignored], minlength=n_classes) > 0
