@@ -1,8 +1,9 @@
 """Embeddings: an example's gradient of a table has rows only for the ids that the example uses.
 
-A table may be the read-out as well (tied weights). The read-out adds Σ_t d_t a_tᵀ, in every row.
-For the ids that the example uses, this share is added to the look-up's and removed from d. The two
-terms then have no row in common, so that squares and products of the whole are sums over the two.
+A table may be the read-out as well (tied weights). The read-out's gradient Σ_t d_t a_tᵀ differs
+from 0 in every row. Its rows of the ids that the example looks up move to the look-up's term, and
+d becomes 0 there. The two terms then have no row in common, so that squares and products of the
+whole are sums over the two.
 """
 
 from __future__ import annotations
@@ -33,9 +34,14 @@ from blr_analysis.backprop.terms import (
 class Rows(Term):
     """Embedding: G_c has the row Σ_{t: id_t = v} d_ct for every id v that the example uses.
 
-    ``ids`` ``[B, T]`` lists each id once per example, in ascending order. ``grads``, K tensors
-    ``[B, T, O]``, are the sums over the positions of an id. An example with fewer than T ids has
-    unused slots at its end, with id 0 and gradient 0.
+    An example has T slots, one for each id that it uses.
+
+    Attributes:
+        name: the parameter's name.
+        shape: the table's shape, (number of ids, O).
+        ids: ``[B, T]``, each id of an example once, in ascending order. An example with fewer than
+            T ids has unused slots at its end, with id 0 and gradient 0.
+        grads: K tensors ``[B, T, O]``, the sums of d over the positions of an id.
     """
 
     name: str
@@ -49,17 +55,17 @@ class Rows(Term):
 
         Positions of an example with the same id are added up.
         """
-        ordered, order = ids.sort(dim=1)
-        is_new = torch.ones_like(ordered)
-        is_new[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).long()
-        slots = is_new.cumsum(1) - 1
-        unique = torch.zeros_like(ids).scatter(1, slots, ordered)
-        summed = []
+        ordered_ids, order = ids.sort(dim=1)
+        is_new = torch.ones_like(ordered_ids)
+        is_new[:, 1:] = (ordered_ids[:, 1:] != ordered_ids[:, :-1]).long()
+        slots = is_new.cumsum(1) - 1  # of each position, in the order of the ids
+        unique_ids = torch.zeros_like(ids).scatter(1, slots, ordered_ids)
+        sums = []
         for grad in grads:
             ordered_grad = grad.gather(1, order.unsqueeze(-1).expand_as(grad))
             index = slots.unsqueeze(-1).expand_as(grad)
-            summed.append(torch.zeros_like(ordered_grad).scatter_add(1, index, ordered_grad))
-        return cls(name, shape, unique, summed)
+            sums.append(torch.zeros_like(ordered_grad).scatter_add(1, index, ordered_grad))
+        return cls(name, shape, unique_ids, sums)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -93,7 +99,8 @@ class Rows(Term):
         width = self.shape[1]
         is_chosen = (self.ids >= chosen.start) & (self.ids < chosen.stop)
         n_slots = max(1, int(is_chosen.sum(1).max()))
-        slots = is_chosen.byte().argsort(dim=1, descending=True)[:, :n_slots]  # chosen ones first
+        order = is_chosen.byte().argsort(dim=1, descending=True, stable=True)
+        slots = order[:, :n_slots]  # the chosen ones, still in ascending order of their ids
         is_used = is_chosen.gather(1, slots)
         ids = (self.ids.gather(1, slots) - chosen.start) * is_used
         index = slots.unsqueeze(-1).expand(-1, -1, width)
@@ -137,7 +144,7 @@ class Rows(Term):
         return {self.name: self.grads[0].new_zeros(self.shape)}
 
     def add_square_sum(self, into: Tree) -> None:
-        """Add the squares of the rows that are used; no second table is made."""
+        """Add the squares into the table that ``into`` has; no second table is made."""
         squares = sum_of_squares(self.grads)
         table = into[self.name]
         table.index_add_(0, self.ids.flatten(), squares.flatten(0, 1).to(table))
@@ -155,17 +162,17 @@ class Rows(Term):
         scale: Mapping[str, Tensor] | None = None,
         room: int | None = None,
     ) -> Tensor:
-        """Σ_t d_ktᵀ (s[id_t] ∘ U_r[id_t]) for column k and table r of the stack."""
+        """Σ_t d_ktᵀ (s[id_t] ∘ U_r[id_t]) for column k, table r of the stack and scale s."""
         d = self.cast(dtype).stacked()
         tables = stack[self.name]
-        numbers_per_table = 2 * self.grads[0].numel()  # rows, and their product with the scale
+        numbers_per_table = 2 * self.grads[0].numel()  # its rows, and they times the scale
         tables_at_once = (room or TEMPORARY_NUMBERS) // numbers_per_table
         parts = []
         for chosen in slices(len(tables), tables_at_once):
-            u = tables[chosen][:, self.ids].to(dtype)
+            rows = tables[chosen][:, self.ids].to(dtype)
             if scale is not None:
-                u = u * scale[self.name][self.ids].to(dtype)
-            parts.append(torch.einsum("bkto,rbto->bkr", d, u))
+                rows = rows * scale[self.name][self.ids].to(dtype)
+            parts.append(torch.einsum("bkto,rbto->bkr", d, rows))
         return torch.cat(parts, dim=-1)
 
     def combined(self, weights: Tensor, into: Tree) -> None:
@@ -182,7 +189,7 @@ class Rows(Term):
     def projected(self, joint: Joint, left: Tensor, right: Tensor, room: int) -> Tensor:
         """Σ_t r_k[id_t] (s_k · d_t) for every pair k of ``left`` r and ``right`` s; one column."""
         (d,) = self.grads
-        numbers_per_example = 3 * d.shape[1] * left.shape[-1]
+        numbers_per_example = 3 * d.shape[1] * left.shape[-1]  # two factors and their product
         parts = []
         for examples in slices(len(d), room // numbers_per_example):
             left_rows = left[0][self.ids[examples]]
@@ -196,25 +203,30 @@ def _tied(lookup: Rows, readout: Outer) -> Term | None:
     None where the read-out stores the table in another layout.
     """
     layout = readout.layout
-    if layout.shape != lookup.shape or layout.transposed or layout.groups > 1:
+    has_same_layout = layout.shape == lookup.shape and not layout.transposed and layout.groups == 1
+    if not has_same_layout:
         return None
     ids = lookup.ids
     slots = torch.arange(ids.shape[1], device=ids.device)
     is_used = (ids != 0) | (slots == 0)  # ids ascend: a later 0 is an unused slot
-    used_ids = torch.where(is_used, ids, ids[:, :1])  # unused slots repeat the first id
+    ids_to_move = torch.where(is_used, ids, ids[:, :1])  # unused slots repeat the first id
     grads_of_used_ids: list[Tensor] = []
     grads_of_other_ids: list[Tensor] = []
     for d, lookup_grad in zip(readout.grads, lookup.grads, strict=True):
-        index = used_ids[:, None, None, :].expand(*d.shape[:3], -1)
-        readout_grad = d.gather(-1, index).squeeze(1).mT @ readout.inputs.squeeze(1)
-        grads_of_used_ids.append(lookup_grad + readout_grad * is_used.unsqueeze(-1))
+        index = ids_to_move[:, None, None, :].expand(*d.shape[:3], -1)
+        readout_rows = d.gather(-1, index).squeeze(1).mT @ readout.inputs.squeeze(1)
+        grads_of_used_ids.append(lookup_grad + readout_rows * is_used.unsqueeze(-1))
         grads_of_other_ids.append(d.scatter(-1, index, 0.0))
-    joint = replace(readout.joint, bias=None)
+    joint_without_bias = replace(readout.joint, bias=None)
     parts: list[Term] = [
-        Outer(joint, readout.inputs, grads_of_other_ids),
+        Outer(joint_without_bias, readout.inputs, grads_of_other_ids),
         replace(lookup, grads=grads_of_used_ids),
     ]
     if readout.bias is not None:
-        bias = torch.stack([d.sum((1, 2)) for d in readout.grads], dim=1)
-        parts.append(Dense({readout.bias: bias}))
+        parts.append(Dense({readout.bias: _bias_grads(readout)}))
     return Apart(tuple(parts))
+
+
+def _bias_grads(readout: Outer) -> Tensor:
+    """The gradients of a read-out's bias ``[B, K, O]``: d summed over groups and positions."""
+    return torch.stack([d.sum((1, 2)) for d in readout.grads], dim=1)
