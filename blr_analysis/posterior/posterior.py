@@ -306,7 +306,7 @@ class Posterior:
         See :func:`blr_analysis.posterior.capture.from_optimizer` for the optimizers, the
         formulas, the arguments and the errors.
         """
-        facts = capture.Facts(n_data, prior_precision, initial, scaling, batch_size, tokens)
+        facts = capture.TrainingFacts(n_data, prior_precision, initial, scaling, batch_size, tokens)
         return cls._captured(capture.from_optimizer, optimizer, model, facts)
 
     @classmethod
@@ -327,7 +327,7 @@ class Posterior:
 
         See :func:`blr_analysis.posterior.capture.from_checkpoint`.
         """
-        facts = capture.Facts(n_data, prior_precision, initial, scaling, batch_size, tokens)
+        facts = capture.TrainingFacts(n_data, prior_precision, initial, scaling, batch_size, tokens)
         return cls._captured(capture.from_checkpoint, path_of(path), model, facts, names=names)
 
     @classmethod
@@ -360,13 +360,13 @@ class Posterior:
         Example: see :class:`~blr_analysis.posterior.recorder.KroneckerRecorder`.
         """
         instance("recorder", recorder, KroneckerRecorder, "a blr_analysis.KroneckerRecorder")
-        facts = capture.Facts(n_data, prior_precision, initial)
+        facts = capture.TrainingFacts(n_data, prior_precision, initial)
         return cls._captured(capture.from_recorder, recorder, model, facts)
 
     @classmethod
     @torch.inference_mode(False)  # also where the caller switched it on
     def _captured(
-        cls, read: Any, source: Any, model: nn.Module, facts: capture.Facts, **options: Any
+        cls, read: Any, source: Any, model: nn.Module, facts: capture.TrainingFacts, **options: Any
     ) -> Posterior:
         """The posterior that ``read`` finds in an optimizer, a file or a recorder."""
         instance("model", model, nn.Module, "the torch.nn.Module that was trained")

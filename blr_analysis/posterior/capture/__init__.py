@@ -27,7 +27,7 @@ from blr_analysis.posterior.capture.assemble import HALF_REASON as HALF_REASON
 from blr_analysis.posterior.capture.assemble import Captured, Slot, assemble, tied_names
 from blr_analysis.posterior.capture.checkpoints import from_checkpoint as from_checkpoint
 from blr_analysis.posterior.capture.readers import is_flat, reader_of, split_flat
-from blr_analysis.posterior.capture.scale import Facts
+from blr_analysis.posterior.capture.scale import TrainingFacts
 from blr_analysis.posterior.prior import Prior, n_data_of
 from blr_analysis.posterior.prior_choice import by_evidence, chosen_prior
 from blr_analysis.posterior.recorder import KroneckerRecorder
@@ -38,7 +38,7 @@ def from_optimizer(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     *,
-    facts: Facts | None = None,
+    facts: TrainingFacts | None = None,
     gather: bool = True,
     **options: Any,
 ) -> Captured:
@@ -100,7 +100,7 @@ def from_optimizer(
         >>> captured.precision["weight"].round()
         tensor([[103., 103.]])
     """
-    facts = facts or Facts(**options)
+    facts = facts or TrainingFacts(**options)
     optimizer = unwrap(optimizer)
     reader = reader_of(optimizer)
     if getattr(optimizer, "_open", None) is not None:
@@ -145,7 +145,9 @@ def _states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dic
     return [dict(optimizer.state.get(p, {})) for p in parameters]
 
 
-def from_recorder(recorder: KroneckerRecorder, model: nn.Module, *, facts: Facts) -> Captured:
+def from_recorder(
+    recorder: KroneckerRecorder, model: nn.Module, *, facts: TrainingFacts
+) -> Captured:
     """The posterior of the factors that a recorder collected while a model trained.
 
     See :meth:`blr_analysis.Posterior.from_recorder`.

@@ -22,7 +22,12 @@ from blr_analysis.posterior.capture.readers import (
     steps,
     weight_of_start,
 )
-from blr_analysis.posterior.capture.scale import Facts, Scale, given_scale, own_scale
+from blr_analysis.posterior.capture.scale import (
+    Scale,
+    TrainingFacts,
+    scale_of_hess,
+    scale_of_second_moments,
+)
 from blr_analysis.posterior.precision_files import write_precision
 from blr_analysis.posterior.prior import FormPrior, Given, Prior
 from blr_analysis.posterior.prior_choice import by_evidence
@@ -52,7 +57,11 @@ class Captured:
 
 
 def assemble(
-    slots: Sequence[Slot], reader: Reader, model: nn.Module, facts: Facts, record: dict[str, Any]
+    slots: Sequence[Slot],
+    reader: Reader,
+    model: nn.Module,
+    facts: TrainingFacts,
+    record: dict[str, Any],
 ) -> Captured:
     """The captured posterior, its parameters in the model's order.
 
@@ -73,7 +82,9 @@ def assemble(
     earlier = _earlier_posterior(slots, facts)
     _check_half(learned, reader, record)
     groups = {slot.name: slot.group for slot in slots}
-    scale = own_scale(groups, facts) if reader.scaled else given_scale(groups, facts)
+    scale = (
+        scale_of_hess(groups, facts) if reader.scaled else scale_of_second_moments(groups, facts)
+    )
     mean = {slot.name: _mean(slot) for slot in slots}
     estimates, choices = _estimates(slots, learned, reader, facts)
     data_part = {slot.name: _data_part(slot, estimates, scale) for slot in slots}
@@ -99,7 +110,7 @@ def assemble(
 
 
 def _estimates(
-    slots: Sequence[Slot], learned: Sequence[Slot], reader: Reader, facts: Facts
+    slots: Sequence[Slot], learned: Sequence[Slot], reader: Reader, facts: TrainingFacts
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """h or v̂ by parameter name, and what the record says of how h was corrected."""
     estimates = {slot.name: _estimate(slot, reader) for slot in learned}
@@ -118,7 +129,7 @@ def _with_prior(
     data_part: Mapping[str, Tensor],
     mean: Mapping[str, Tensor],
     scale: Scale,
-    facts: Facts,
+    facts: TrainingFacts,
     earlier: FormPrior | None,
     is_bare: bool,
 ) -> tuple[dict[str, Tensor], Given | Prior, dict[str, Any]]:
@@ -133,7 +144,7 @@ def _with_prior(
     return precision, _as_one_number(deltas), choice
 
 
-def _earlier_posterior(slots: Sequence[Slot], facts: Facts) -> FormPrior | None:
+def _earlier_posterior(slots: Sequence[Slot], facts: TrainingFacts) -> FormPrior | None:
     """The prior of an optimizer that was made with ``prior=``; None for all others.
 
     Raises:
@@ -195,7 +206,7 @@ def _largest_count(learned: Sequence[Slot]) -> float | None:
     return None if math.isnan(count) else count
 
 
-def _bare_record(scale: Scale, facts: Facts) -> dict[str, Any]:
+def _bare_record(scale: Scale, facts: TrainingFacts) -> dict[str, Any]:
     """The record's entries for tensors that hold H alone, with δ beside them."""
     record = {"definition": scale.definition.replace("S = ", "H = ").removesuffix(" + delta")}
     if facts.prior_precision is not None:
@@ -224,7 +235,7 @@ def _as_one_number(prior: Mapping[str, float]) -> float | dict[str, float]:
 
 
 def _prior(
-    scale: Scale, data_part: Mapping[str, Tensor], mean: Mapping[str, Tensor], facts: Facts
+    scale: Scale, data_part: Mapping[str, Tensor], mean: Mapping[str, Tensor], facts: TrainingFacts
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """δ by name, and what the record says of its choice.
 

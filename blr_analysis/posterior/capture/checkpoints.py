@@ -21,7 +21,7 @@ from blr_analysis.files.headers import read_record
 from blr_analysis.posterior.capture.assemble import Captured, Slot, assemble, tied_names
 from blr_analysis.posterior.capture.order import Order, name_states
 from blr_analysis.posterior.capture.readers import State, is_flat, reader_of_saved, split_flat
-from blr_analysis.posterior.capture.scale import Facts
+from blr_analysis.posterior.capture.scale import TrainingFacts
 from blr_analysis.posterior.prior import differences
 
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")  # the optimizer's file in a Trainer folder
@@ -40,7 +40,7 @@ def from_checkpoint(
     model: nn.Module,
     *,
     names: Sequence[str] | None = None,
-    facts: Facts | None = None,
+    facts: TrainingFacts | None = None,
     **options: Any,
 ) -> Captured:
     """The posterior that a training run saved: as :func:`from_optimizer`, from disk.
@@ -106,7 +106,9 @@ def from_checkpoint(
     recipe = place / RECIPE
     if recipe.is_file():
         record["recipe"] = read_record(recipe)
-    return assemble(_slots(saved, order, model), reader, model, facts or Facts(**options), record)
+    return assemble(
+        _slots(saved, order, model), reader, model, facts or TrainingFacts(**options), record
+    )
 
 
 def _slots(saved: Saved, order: Order, model: nn.Module) -> list[Slot]:

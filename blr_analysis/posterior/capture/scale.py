@@ -1,7 +1,7 @@
 """How an optimizer's estimate becomes a precision: the number of examples, the formula, the prior.
 
-IVON and its kin    S = ess · (h + weight_decay), and all of it is in the optimizer's groups
-second moments      S = N √v̂ + δ, or N B v̂ + δ, with N, B and the choice from the caller
+IVON and its kin    S = ess · (h + weight_decay); the optimizer's groups have ess and weight_decay
+second moments      S = N √v̂ + δ, or N B v̂ + δ; the caller says N, the formula, B and δ
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.posterior.capture.readers import State
 from blr_analysis.posterior.prior import Given, Prior, n_data_of
 
-AGREEMENT = 1e-6  # relative: numbers that a user and an optimizer state may differ by so much
+AGREEMENT = 1e-6  # by so much, relatively, a user's number may differ from the optimizer's
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What the caller says of a training: the arguments of :func:`.from_optimizer`."""
+class TrainingFacts:
+    """What the caller says of a training: the arguments of :func:`.from_optimizer`.
+
+    ``bare`` leaves a prior that the optimizer does not know out of S, for files to merge with.
+    """
 
     n_data: int | None = None
     prior_precision: Given | None = None
@@ -53,19 +56,24 @@ class Scale:
     record: dict[str, Any]
 
 
-def own_scale(groups: Mapping[str, State], facts: Facts) -> Scale:
-    """The scale of an optimizer that learns a posterior and has ess and weight_decay in its groups.
+def scale_of_hess(groups: Mapping[str, State], facts: TrainingFacts) -> Scale:
+    """The scale of h, for an optimizer that learns a posterior: S = ess · (h + weight_decay).
 
     Args:
         groups: the optimizer's group by parameter name.
-        facts: what the caller says; it must agree with the groups.
+        facts: what the caller says; it must agree with the groups. ``scaling="ess"`` says that ess
+            is not the number of terms of the loss: the posterior is tempered. (``"sqrt"`` is the
+            default, which says nothing about these optimizers.)
+
+    Raises:
+        OptimizerError: ess is unusable, or the caller contradicts the groups.
     """
     one_of("scaling", facts.scaling, ("sqrt", "ess"))
     if facts.initial is not None:
         raise OptimizerError("this optimizer learned with its prior around 0: leave initial out")
     ess_values = sorted({float(group["ess"]) for group in groups.values()})
     if not all(math.isfinite(ess) and ess > 0 for ess in ess_values):
-        raise OptimizerError(f"the optimizer's ess must be positive and finite, not {ess_values}.")
+        raise OptimizerError(f"the optimizer's ess must be positive and finite, not {ess_values}")
     prior = {name: float(g["ess"]) * float(g["weight_decay"]) for name, g in groups.items()}
     _check_prior(prior, facts)
     tokens = _token_count(facts)
@@ -73,8 +81,8 @@ def own_scale(groups: Mapping[str, State], facts: Facts) -> Scale:
         n_data = max(1, round(ess_values[0]))
     else:
         n_data = n_data_of(facts.n_data)
-    ess_is_number_of_terms = facts.scaling != "ess"
-    if ess_is_number_of_terms:
+    is_tempered = facts.scaling == "ess"
+    if not is_tempered:
         _check_ess(ess_values, n_data, tokens, facts)
     return Scale(
         n_data=n_data,
@@ -85,7 +93,7 @@ def own_scale(groups: Mapping[str, State], facts: Facts) -> Scale:
     )
 
 
-def _check_prior(prior: Mapping[str, float], facts: Facts) -> None:
+def _check_prior(prior: Mapping[str, float], facts: TrainingFacts) -> None:
     """Raise :class:`OptimizerError` where the caller's δ is not the optimizer's."""
     if facts.prior_precision is None:
         return
@@ -98,7 +106,7 @@ def _check_prior(prior: Mapping[str, float], facts: Facts) -> None:
 
 
 def _check_ess(
-    ess_values: Sequence[float], n_data: int, tokens: Mapping[str, int], facts: Facts
+    ess_values: Sequence[float], n_data: int, tokens: Mapping[str, int], facts: TrainingFacts
 ) -> None:
     """Raise :class:`OptimizerError` where ``ess`` is not the number of terms of the loss."""
     n_terms = tokens.get("tokens", n_data)
@@ -114,10 +122,10 @@ def _check_ess(
         )
 
 
-def given_scale(groups: Mapping[str, State], facts: Facts) -> Scale:
-    """The scale of second moments. N and the formula are the caller's, and δ where it is given.
+def scale_of_second_moments(groups: Mapping[str, State], facts: TrainingFacts) -> Scale:
+    """The scale of v̂: the caller says N and the formula, and may say δ.
 
-    An L2 penalty ``weight_decay`` on the mean loss is δ = N · weight_decay.
+    Otherwise δ is that of the training's L2 penalty: N · ``weight_decay``, for a mean loss.
     """
     takes_root = one_of("scaling", facts.scaling, ("sqrt", "squared")) == "sqrt"
     if takes_root and facts.batch_size is not None:
@@ -126,18 +134,18 @@ def given_scale(groups: Mapping[str, State], facts: Facts) -> Scale:
         raise OptimizerError("n_data is missing: pass n_data=len(dataset)")
     n_data = n_data_of(facts.n_data)
     tokens = _token_count(facts)
-    terms = float(tokens.get("tokens", n_data))  # the loss is a mean over so many
+    n_terms = float(tokens.get("tokens", n_data))  # the loss is a mean over so many terms
     batch_size = 0 if takes_root else positive_int("batch_size", facts.batch_size)
 
     def root(v: Tensor, group: State) -> Tensor:
-        return terms * v.sqrt()
+        return n_terms * v.sqrt()
 
     def squared(v: Tensor, group: State) -> Tensor:
-        return terms * batch_size * v
+        return n_terms * batch_size * v
 
     return Scale(
         n_data=n_data,
-        prior=_prior_of_groups(groups, terms, facts),
+        prior=_prior_of_groups(groups, n_terms, facts),
         data_part=root if takes_root else squared,
         definition="S = N*sqrt(v_hat) + delta" if takes_root else "S = N*B*v_hat + delta",
         record={
@@ -150,17 +158,23 @@ def given_scale(groups: Mapping[str, State], facts: Facts) -> Scale:
 
 
 def _prior_of_groups(
-    groups: Mapping[str, State], terms: float, facts: Facts
+    groups: Mapping[str, State], n_terms: float, facts: TrainingFacts
 ) -> dict[str, float] | None:
-    """δ by name: the caller's, or the L2 penalty of the training; None without either."""
+    """δ by name: the caller's, or the L2 penalty of the training; None without either.
+
+    A penalty counts only where every parameter has one.
+    """
     if facts.prior_precision is not None:
         return _by_name(facts, groups)
-    penalty = {name: terms * float(g.get("weight_decay", 0.0)) for name, g in groups.items()}
-    has_penalty = all(penalty.values()) and all(map(is_penalty, groups.values()))
-    return penalty if has_penalty else None
+    decays = {name: float(g.get("weight_decay", 0.0)) for name, g in groups.items()}
+    all_decay = all(decay != 0 for decay in decays.values())
+    are_penalties = all(is_penalty(group) for group in groups.values())
+    if not (all_decay and are_penalties):
+        return None
+    return {name: n_terms * decay for name, decay in decays.items()}
 
 
-def _token_count(facts: Facts) -> dict[str, int]:
+def _token_count(facts: TrainingFacts) -> dict[str, int]:
     """T as an entry of the record, where the caller gave it; else nothing."""
     if facts.tokens is None:
         return {}
@@ -177,6 +191,6 @@ def is_penalty(group: State) -> bool:
     return not group.get("decoupled_weight_decay", "betas" in group)
 
 
-def _by_name(facts: Facts, names: Mapping[str, Any]) -> dict[str, float]:
+def _by_name(facts: TrainingFacts, names: Mapping[str, Any]) -> dict[str, float]:
     """The caller's δ for each of these names."""
     return Prior.read(facts.prior_precision, dict.fromkeys(names, ())).numbers(names)
