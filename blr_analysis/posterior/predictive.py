@@ -9,8 +9,9 @@ more data would settle that part. Each network alone is unsure because the data 
     information    H[p̄] − 1/K Σ_k H[p_k]     the first: what the label would tell of the weights
     variance       1/K Σ_k (E_k y − E y)²    of the mean prediction, without the noise of y
 
-A Gaussian likelihood of variance σ² has those of a normal distribution with the same variance v of
-the mean prediction: ½ log 2πe (v + σ²) and ½ log (1 + v/σ²), summed over the outputs.
+For a Gaussian likelihood of variance σ², p̄ is a mixture whose entropy has no closed form. A normal
+distribution with the same variance v + σ² stands for it, where v is the variance above. Its entropy
+is ½ log 2πe (v + σ²) and its information ½ log (1 + v/σ²), summed over the outputs.
 
 :mod:`blr_analysis.posterior.averaging` runs the networks.
 """
@@ -35,7 +36,7 @@ from blr_analysis.likelihoods import (
 )
 from blr_analysis.views import Plottable, Tabular
 
-BINS = 15  # of confidence, as calibration errors are usually reported
+BINS = 15  # bins of confidence; calibration errors are usually reported with so many
 
 
 class Bins(NamedTuple):
@@ -45,6 +46,14 @@ class Bins(NamedTuple):
     confidence: Tensor
     accuracy: Tensor
     counts: Tensor
+
+
+class Answers(NamedTuple):
+    """The probability that the network gives to each of its answers, and 1 where the answer is
+    right, 0 where it is wrong."""
+
+    confidence: Tensor
+    is_right: Tensor
 
 
 @dataclass(frozen=True)
@@ -144,31 +153,31 @@ class Predictions(Tabular, Plottable):
 
         With several binary outputs an answer is right where all of them are.
         """
-        judged = self._judged()
-        if judged is None or self.probabilities is None:
+        answers = self._answers()
+        if answers is None or self.probabilities is None:
             return None
-        _, hits = judged
-        n_outputs = self.probabilities.shape[-1] if isinstance(self.likelihood, Bernoulli) else 1
-        all_right = hits.view(-1, n_outputs).amin(-1)
-        return float(all_right.mean())
+        has_binary_outputs = isinstance(self.likelihood, Bernoulli)
+        answers_per_row = self.probabilities.shape[-1] if has_binary_outputs else 1
+        row_is_right = answers.is_right.view(-1, answers_per_row).amin(-1)
+        return float(row_is_right.mean())
 
     @property
     def rmse(self) -> float | None:
         """The root of the mean squared error of ``mean``, in the targets' units; None where the
         likelihood is not Gaussian."""
-        if self._numbers is None:
+        if self._regression is None:
             return None
-        return regression.rmse(*self._numbers)
+        return regression.rmse(*self._regression)
 
     @property
     def r2(self) -> float | None:
-        """The share of the targets' variance that ``mean`` explains; None as ``rmse``."""
-        if self._numbers is None:
+        """The share of the targets' variance that ``mean`` explains; None where ``rmse`` is."""
+        if self._regression is None:
             return None
-        return regression.r2(*self._numbers)
+        return regression.r2(*self._regression)
 
     @property
-    def _numbers(self) -> tuple[Tensor, Tensor] | None:
+    def _regression(self) -> tuple[Tensor, Tensor] | None:
         """Predictions and targets of a regression; None for other likelihoods."""
         is_regression = isinstance(self.likelihood, Gaussian)
         if not is_regression or self.mean is None or self.targets is None:
@@ -211,32 +220,35 @@ class Predictions(Tabular, Plottable):
     def reliability(self) -> Bins | None:
         """Mean confidence and accuracy of the answers in 15 equal bins of confidence, as
         ``plot()`` draws them; None for regression and without labels."""
-        judged = self._judged()
-        if judged is None:
+        answers = self._answers()
+        if answers is None:
             return None
-        confidence, hits = judged
-        bins = (confidence * BINS).long().clamp(max=BINS - 1)
+        bin_numbers = (answers.confidence * BINS).long().clamp(max=BINS - 1)
         zeros = torch.zeros(BINS, dtype=torch.float64)
-        counts = zeros.index_add(0, bins, torch.ones_like(confidence))
-        mean_confidence = zeros.index_add(0, bins, confidence) / counts
-        accuracy = zeros.index_add(0, bins, hits) / counts
+        counts = zeros.index_add(0, bin_numbers, torch.ones_like(answers.confidence))
+        confidence = zeros.index_add(0, bin_numbers, answers.confidence) / counts
+        accuracy = zeros.index_add(0, bin_numbers, answers.is_right) / counts
         is_filled = counts > 0
-        return Bins(mean_confidence[is_filled], accuracy[is_filled], counts[is_filled])
+        return Bins(confidence[is_filled], accuracy[is_filled], counts[is_filled])
 
-    def _judged(self) -> tuple[Tensor, Tensor] | None:
-        """The confidence of every answer that counts, and 1 where it is right, 0 where it is wrong;
-        None for regression and without labels."""
+    def _answers(self) -> Answers | None:
+        """The answers of the rows that count; None for regression and without labels.
+
+        The answer of a row is its most probable class; several binary outputs are as many answers.
+        """
         if self.probabilities is None or self.labels is None:
             return None
         p = self.probabilities.double()
         if isinstance(self.likelihood, Bernoulli):
-            hits = (p > 0.5) == (self.labels > 0.5)
-            return torch.maximum(p, 1 - p).flatten(), hits.flatten().double()
-        confidence, answers = p.max(-1)
+            is_right = (p > 0.5) == (self.labels > 0.5)
+            confidence = torch.maximum(p, 1 - p)
+            return Answers(confidence.flatten(), is_right.flatten().double())
+        confidence, predicted_classes = p.max(-1)
         has_class_probabilities = self.labels.ndim == 2
         classes = self.labels.argmax(-1) if has_class_probabilities else self.labels
+        is_right = predicted_classes == classes
         counted = self._counted()
-        return confidence[counted], (answers == classes)[counted].double()
+        return Answers(confidence[counted], is_right[counted].double())
 
     def _counted(self) -> Tensor:
         """Which rows have a label that counts, ``[M]``."""
@@ -246,10 +258,12 @@ class Predictions(Tabular, Plottable):
 
 def measure_of(kind: Likelihood) -> str:
     """The name of a likelihood's losses: "nll", or that of a loss which is no −log p."""
-    if isinstance(kind, Gaussian) and not kind.normalized:
-        is_square = kind.variance == 0.5  # ½ (f − y)² / ½
-        return "squared error" if is_square else f"loss of {kind!r}"
-    return f"loss of {kind!r}" if isinstance(kind, Function) else "nll"
+    if isinstance(kind, Function):
+        return f"loss of {kind!r}"
+    if not isinstance(kind, Gaussian) or kind.normalized:
+        return "nll"
+    is_square = kind.variance == 0.5  # ℓ = (f − y)² / 2σ² is then (f − y)²
+    return "squared error" if is_square else f"loss of {kind!r}"
 
 
 def scored_by(likelihood: Likelihood) -> Likelihood:
