@@ -1,9 +1,9 @@
-"""A fit that can be ended and goes on where it was.
+"""A fit that stores its progress in a folder, so that a fit that was ended can go on.
 
     FOLDER/KEY.safetensors                 a finished posterior, one for each checkpoint
     FOLDER/KEY.factors, KEY.kron.values    the sums of an unfinished sweep, written every minute
 
-The key is a digest of all that a posterior depends on: weights, data, loss and settings.
+KEY is a digest of all that a posterior depends on: weights, data, loss and settings.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.recognition import frozen_numbers
 from blr_analysis.task import Task
 
-Fitting = Callable[[Mapping[str, Unfinished] | None], Posterior]  # from the files of its sums
+Fit = Callable[[Mapping[str, Unfinished] | None], Posterior]  # takes the files of sums, by sweep
 KEY_LENGTH = 16  # hexadecimal digits of the digest: 64 bits
 
 
@@ -34,8 +34,8 @@ class ResumableFit:
     """A folder in which a fit stores its progress.
 
     Attributes:
-        folder: is made when the first posterior, or the first sums, are written.
-        structure: of the posterior.
+        folder: the folder; the fit makes it where it is missing.
+        structure: the structure of the posterior.
         settings: further choices on which the posterior depends.
     """
 
@@ -43,40 +43,47 @@ class ResumableFit:
     structure: str
     settings: tuple[Any, ...]
 
-    def fitted(self, task: Task, weights: Mapping[str, Tensor], fit: Fitting) -> Posterior:
+    def fitted(self, task: Task, weights: Mapping[str, Tensor], fit: Fit) -> Posterior:
         """The posterior at these weights: read from the folder, or fitted and written there.
+
+        Sums of unfinished sweeps are stored for sequences in a single process; the sweeps of other
+        fits are short, or shared by several processes.
 
         Args:
             fit: makes the posterior; it stores its sums in the files that it is passed.
         """
         key = self._key(task, weights)
-        place = self.folder / f"{key}.safetensors"
-        if place.is_file():
-            return Posterior.load(place)
-        unfinished = {sweep: self._file_of(key, sweep) for sweep in self._sweeps}
+        path = self.folder / f"{key}.safetensors"
+        if path.is_file():
+            return Posterior.load(path)
+        files_of_sums = {sweep: self._file_of_sums(key, sweep) for sweep in self._sweeps}
         stores_sums = task.likelihood.is_sequence and ranks.count() == 1
         if ranks.first():
             self.folder.mkdir(parents=True, exist_ok=True)
-        posterior = fit(unfinished if stores_sums else None)
+        posterior = fit(files_of_sums if stores_sums else None)
         if ranks.first():
-            posterior.save(place)
-            for file in unfinished.values():
+            posterior.save(path)
+            for file in files_of_sums.values():
                 file.remove()
         ranks.wait()
         return posterior
 
     @property
     def _sweeps(self) -> tuple[str, ...]:
-        """The sweeps whose sums are stored; "kron values" are those of the fit that finds δ."""
-        return ("factors", "kron values", f"{self.structure} values")
+        """The sweeps whose sums are stored: "inputs" of "gram", the others of other structures.
 
-    def _file_of(self, key: str, sweep: str) -> Unfinished:
+        A fit of any structure that looks for δ first makes a "kron" fit, with values of its own.
+        """
+        return ("inputs", "factors", "kron values", f"{self.structure} values")
+
+    def _file_of_sums(self, key: str, sweep: str) -> Unfinished:
+        """The file of the sums of a sweep; nothing is written yet."""
         suffix = sweep.replace(" ", ".")
         return Unfinished(self.folder / f"{key}.{suffix}", key)
 
     def _key(self, task: Task, weights: Mapping[str, Tensor]) -> str:
         """A digest of all that the posterior depends on."""
-        digest = hashlib.sha256()
+        initial = None if task.recipe is None else task.recipe.initial
         dependencies = (
             self.structure,
             self.settings,
@@ -84,16 +91,17 @@ class ResumableFit:
             task.prior_precision,
             task.examples.sha256(task.metadata),
             frozen_numbers(task, weights),
-            None if task.recipe is None else task.recipe.initial,
+            initial,
             torch.__version__,
             narrow(weights),
         )
+        digest = hashlib.sha256()
         _add(digest, dependencies)
         return digest.hexdigest()[:KEY_LENGTH]
 
 
 def _add(digest: Any, value: Any) -> None:
-    """Add a value to a digest: tensors by their bytes, collections part by part."""
+    """Add a value to a digest: tensors by their bytes, collections part by part, others as text."""
     if isinstance(value, Prior):
         value = (value.given, value.mean)
     if isinstance(value, Mapping):

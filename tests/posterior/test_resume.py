@@ -131,3 +131,29 @@ def test_no_batch_is_left_out_or_added_twice(
     assert resumed.done == n_batches
     n_left = n_batches - ends[-1]
     assert resumed.n_followed == 1 + n_left
+
+
+def test_a_gram_that_was_ended_goes_on_at_the_batch_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = task_of(tiny_lm(), sequences(9), batch_size=2)
+    whole = blr.fit_laplace(task, structure="gram")
+    true_begin = InputMoments.begin
+    n_batches = 0
+
+    def begin_of_three_batches(sums: InputMoments) -> None:
+        nonlocal n_batches
+        n_batches += 1
+        if n_batches == 4:
+            raise Killed
+        true_begin(sums)
+
+    monkeypatch.setattr(InputMoments, "begin", begin_of_three_batches)
+    unfinished = tmp_path / "unfinished"
+    with pytest.raises(Killed):
+        blr.fit_laplace(task, structure="gram", unfinished=unfinished)
+    n_batches = 10
+    posterior = blr.fit_laplace(task, structure="gram", unfinished=unfinished)
+    assert n_batches - 10 < 5  # a sweep from the start has five batches
+    for name, diagonal in whole.form.diagonal().items():
+        assert torch.equal(posterior.form.diagonal()[name], diagonal)
