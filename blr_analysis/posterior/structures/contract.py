@@ -7,8 +7,9 @@ parameter name, with any number of leading (batch) dimensions. With S = R Rᵀ:
     gram    g_iᵀ Σ g_i' for factored gradients (a layer's term, never a P-vector per example)
     add     S + Σ_i g_i g_iᵀ, projected on the structure
 
-Some structures have a basis in which Σ is cheaper to apply to many gradients: ``into_basis``,
-``basis_solve``, ``backward`` out of it. Others stay in the parameters' own.
+Some structures have a basis in which Σ is cheaper to apply to many gradients. ``into_basis`` turns
+gradients into it, ``basis_solve`` applies Σ there, and ``backward`` turns the result back. The
+basis of all other structures is that of the parameters.
 
 A new structure subclasses :class:`Structure` in a file of its own, which the room's ``__init__``
 imports: its ``kind`` is what ``fit_laplace(structure=...)`` and saved files call it.
@@ -32,8 +33,9 @@ from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.fit import Fit
 from blr_analysis.posterior.prior import FormPrior, Given, Prior
 
+ROUNDING = 1e-6  # an eigenvalue is below the prior's where it is by more than this share
 KINDS: dict[str, type[Structure]] = {}  # every structure by its kind
-AT_ONCE = 2**24  # numbers of the unit vectors that a matrix is multiplied with at once
+AT_ONCE = 2**24  # numbers in the unit vectors that a matrix is multiplied with at once, at most
 
 
 class Structure(ABC):
@@ -41,7 +43,7 @@ class Structure(ABC):
 
     kind: str
     shapes: dict[str, tuple[int, ...]]
-    of_inputs = False  # whether it is fitted to what layers see, whatever the loss
+    of_inputs = False  # whether it is fitted to the inputs of layers, and the loss plays no part
     draws_labels = True  # whether it may be fitted to drawn labels where outputs are many
 
     def __init_subclass__(cls) -> None:
@@ -84,7 +86,7 @@ class Structure(ABC):
 
     def record(self) -> dict[str, Any]:
         """What :meth:`read` needs beside the tensors, JSON-able."""
-        return {"shapes": {n: list(s) for n, s in self.shapes.items()}}
+        return {"shapes": {name: list(shape) for name, shape in self.shapes.items()}}
 
     @property
     def per_weight(self) -> Tree | None:
@@ -93,7 +95,7 @@ class Structure(ABC):
 
     @property
     def basis_precision(self) -> Tree | None:
-        """The same in the basis."""
+        """One number per entry of a vector in the basis, where that is all of S."""
         return self.per_weight
 
     @abstractmethod
@@ -138,12 +140,12 @@ class Structure(ABC):
         Raises:
             InputError: S₀ cannot be added to this structure.
         """
-        known = Prior.of_any(prior)
-        if not isinstance(known, FormPrior):
-            return self.plus_numbers(known)
-        if known.form.kind == self.kind:
-            return self.plus(known.form)
-        return self.plus_other(known.form)
+        prior = Prior.of_any(prior)
+        if not isinstance(prior, FormPrior):
+            return self.plus_numbers(prior)
+        if prior.form.kind == self.kind:
+            return self.plus(prior.form)
+        return self.plus_other(prior.form)
 
     @abstractmethod
     def plus_numbers(self, prior: Prior) -> Self:
@@ -162,7 +164,7 @@ class Structure(ABC):
 
     @abstractmethod
     def floored(self, prior: Prior | Given) -> tuple[Self, float]:
-        """S with no eigenvalue below the prior's, and the fraction of them that were."""
+        """S with all eigenvalues raised to the prior's at least, and the share that was raised."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
@@ -177,7 +179,7 @@ class Structure(ABC):
         """Raise :class:`PosteriorError` unless finite and positive, naming the parameter."""
 
     def paired(self, terms: Sequence[Term]) -> list[tuple[Term, Basis | None]]:
-        """Each term with the basis that its layer is turned into; None: it stays in its own."""
+        """Each term with the basis into which its layer is turned; None: the parameters' own."""
         return [(term, None) for term in terms]
 
     def into_basis(self, terms: Sequence[Term]) -> list[Term]:
@@ -201,10 +203,11 @@ class Structure(ABC):
         return {n: s for term in self.into_basis(terms) for n, s in term.square_sum().items()}
 
     def rotation_cost(self) -> tuple[int, int]:
-        """Multiplications to rotate one factored gradient, and one that is held explicitly."""
+        """How many multiplications turn a gradient into the basis: a factored and a dense one."""
         return 0, 0
 
-    def _take(self, v: Tree) -> None:
+    def _check_vector(self, v: Tree) -> None:
+        """Raise unless ``v`` has every parameter, in its shape but for leading dimensions."""
         for name, shape in self.shapes.items():
             lead_of(name, v.get(name), shape)
 
@@ -227,19 +230,22 @@ class Spectral(Structure):
         """δ in this basis."""
 
     def _power(self, v: Tree, power: float) -> Tree:
-        self._take(v)
-        turned = self.forward(v)
-        return self.backward({k: turned[k] * s**power for k, s in self.values.items()})
+        """U diag(s)^power Uᵀ v."""
+        self._check_vector(v)
+        in_basis = self.forward(v)
+        return self.backward({k: in_basis[k] * s**power for k, s in self.values.items()})
 
     def summed(self, fit: Fit) -> Self:
         """S + Σ_i G_iᵀ G_i over one sweep of all ranks' examples."""
         sums = {n: torch.zeros_like(s) for n, s in self.values.items()}
-        values_by_any_name = fit.unfinished.get("values")
-        unfinished = fit.unfinished.get(f"{self.kind} values", values_by_any_name)
+        # A fit that looks for δ sweeps for values of two kinds; other fits name them just "values".
+        file_without_kind = fit.unfinished.get("values")
+        unfinished = fit.unfinished.get(f"{self.kind} values", file_without_kind)
         label = f"{self.kind} {fit.curvature}"
         for terms in fit.passes(label, unfinished=unfinished, by_layer=True):
             for term, basis in self.paired(terms):
-                (term if basis is None else term.rotated(basis)).add_square_sum(sums)
+                term_in_basis = term if basis is None else term.rotated(basis)
+                term_in_basis.add_square_sum(sums)
             if unfinished is not None:
                 unfinished.follow(fit.with_gradient(sums))
         ranks.total(sums.values())
@@ -268,7 +274,7 @@ class Spectral(Structure):
 
     def gram(self, terms: Sequence[Term]) -> Tensor:
         sums: Tensor | None = None
-        for term, basis in self.paired(terms):  # 1/S of one layer at a time is held
+        for term, basis in self.paired(terms):  # 1/S is in memory for one layer at a time
             if basis is None:
                 sums = term.gram({n: 1 / self.values[n] for n in term.names}, sums)
             else:
@@ -297,7 +303,10 @@ class Spectral(Structure):
     def floored(self, prior: Prior | Given) -> tuple[Self, float]:
         delta = self.prior_values(prior)
         raised = {k: s.clamp_min(delta[k]) for k, s in self.values.items()}
-        n_below = sum(int((s < delta[k] * (1 - 1e-6)).sum()) for k, s in self.values.items())
+        n_below = 0
+        for key, s in self.values.items():
+            is_below = s < delta[key] * (1 - ROUNDING)
+            n_below += int(is_below.sum())
         size = sum(s.numel() for s in self.values.values())
         return self.with_values(raised), n_below / size
 
@@ -311,19 +320,24 @@ class Spectral(Structure):
 
 
 def tree_of(flat: Tensor, shapes: Mapping[str, Sequence[int]]) -> Tree:
-    """Tensors by name from ``[..., P]``."""
-    parts = flat.split([torch.Size(s).numel() for s in shapes.values()], dim=-1)
-    pairs = zip(shapes.items(), parts, strict=True)
-    return {n: part.reshape((*flat.shape[:-1], *s)) for (n, s), part in pairs}
+    """A vector ``[..., P]``, or several, as tensors ``[..., *shape]`` by parameter name."""
+    lead = flat.shape[:-1]
+    parts = flat.split([torch.Size(shape).numel() for shape in shapes.values()], dim=-1)
+    named_parts = zip(shapes.items(), parts, strict=True)
+    return {name: part.reshape((*lead, *shape)) for (name, shape), part in named_parts}
 
 
 def unit_rows(params: Tree, times: Callable[[Tree], Tree]) -> Iterator[tuple[slice, Tensor]]:
-    """A matrix times unit vectors, some at a time: which of the P, and its rows ``[n, P]``."""
+    """The rows of a symmetric matrix ``[P, P]``, as its products with unit vectors.
+
+    Yields:
+        Which of the P rows these are, and the rows ``[n, P]``.
+    """
     size = sum(p.numel() for p in params.values())
     first = next(iter(params.values()))
     shapes = {n: p.shape for n, p in params.items()}
     for rows in slices(size, AT_ONCE // max(1, size)):
-        eye = first.new_zeros(rows.stop - rows.start, size)
-        eye[:, rows].fill_diagonal_(1)
-        products = times(tree_of(eye, shapes))
+        unit_vectors = first.new_zeros(rows.stop - rows.start, size)
+        unit_vectors[:, rows].fill_diagonal_(1)
+        products = times(tree_of(unit_vectors, shapes))
         yield rows, torch.cat([x.reshape(len(x), -1) for x in products.values()], dim=1)

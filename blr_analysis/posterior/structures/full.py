@@ -81,7 +81,7 @@ class Full(Structure):
 
     def _map(self, v: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
         """``function`` of the vectors as columns ``[P, n]``, split by name again."""
-        self._take(v)
+        self._check_vector(v)
         vectors = self.flat(v)
         columns = vectors.reshape(-1, vectors.shape[-1]).mT
         images = function(columns)

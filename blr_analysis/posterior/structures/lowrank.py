@@ -146,7 +146,7 @@ class LowRank(Structure):
         self, v: Tree, *, power: float, core: Tensor, left_power: float, right_power: float
     ) -> Tree:
         """D^power v + D^left_power B core Bᵀ D^right_power v."""
-        self._take(v)
+        self._check_vector(v)
         base = self._flat_base()
         rows = self._rows(v)
         n_vectors = len(next(iter(rows.values())))
