@@ -2,9 +2,10 @@
 
     V_i = J_i Σ J_iᵀ,    ē_i = mean_t ∂ℓ_i/∂f (t)
 
-V_i is the prediction variance, and ē_i the prediction error, averaged over the posterior's run.
-Without example i its output would move by τ V_i ē_i, with τ the posterior's temperature (Nickl et
-al., NeurIPS 2023). Several runs are averaged.
+V_i is the prediction variance. ē_i is the prediction error, averaged over the posteriors t of the
+run: those at the checkpoints of the training, and the last. Without example i its output would move
+by τ V_i ē_i, with τ the posterior's temperature (Nickl et al., NeurIPS 2023). Where there are
+several runs, the answers are averaged over them.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class Network(Subject):
         self.note = self.posterior.note
 
     def scores(self, variance: bool | None = None) -> Scores:
+        """The scores, averaged over the runs; outputs, targets and losses are the last run's."""
         first_task, first_posterior = self.runs[0]
         scores = self._scores_at(first_task, first_posterior, variance)
         n_runs = len(self.runs)
@@ -106,9 +108,9 @@ class Network(Subject):
     def _scores_at(self, task: Task, posterior: Posterior, variance: bool | None) -> Scores:
         """The scores of one run: τ V at the posterior's mean, errors averaged over its run."""
         if variance is None:
-            size = n_outputs(task, posterior.mean)
-            fits_in_memory = task.n_data * size**2 <= MOST_NUMBERS
-            variance = size <= MOST_OUTPUTS and fits_in_memory
+            outputs_per_example = n_outputs(task, posterior.mean)
+            fits_in_memory = task.n_data * outputs_per_example**2 <= MOST_NUMBERS
+            variance = outputs_per_example <= MOST_OUTPUTS and fits_in_memory
         columns = scores_by_chunk(task, posterior, variance)
         outputs = columns["outputs"]
         targets = columns["targets"]
@@ -135,42 +137,42 @@ class Network(Subject):
         moves = [moves_at(task, posterior, correction) for task, posterior in self.runs]
         last = moves[-1]
         likelihood = self.likelihood
-        mean_move = torch.stack([run.move for run in moves]).mean(0)
-        after = likelihood.moved(last.outputs, mean_move)
+        mean_move = torch.stack([moves_of_run.move for moves_of_run in moves]).mean(0)
+        left_out = likelihood.moved(last.outputs, mean_move)
         if refine:
-            self._refine(after, last, refine)
+            self._refine(left_out, last, refine)
         result = LeaveOneOut(
-            logits=after,
-            losses=likelihood.nll(after, last.targets),
+            logits=left_out,
+            losses=likelihood.nll(left_out, last.targets),
             losses_before=likelihood.nll(last.outputs, last.targets),
-            predictions=likelihood.prediction(after),
+            predictions=likelihood.prediction(left_out),
             predictions_before=likelihood.prediction(last.outputs),
             targets=last.targets,
-            deviation=likelihood.distance(last.outputs, after),
+            deviation=likelihood.distance(last.outputs, left_out),
             leverage=last.leverage,
             unfamiliarity=last.unfamiliarity,
-            correction=[CORRECTION_NAMES[k] for k in last.correction.tolist()],
+            correction=[CORRECTION_NAMES[number] for number in last.correction.tolist()],
             likelihood=likelihood,
             metadata=self.metadata,
             note=self._left_out_note(last),
         )
         if not result.is_below_chance:
             return result
-        return replace(result, note="; ".join(filter(None, [BELOW_CHANCE, self.note])))
+        return replace(result, note=_joined(BELOW_CHANCE, self.note))
 
-    def _refine(self, after: Tensor, moves: Moves, count: int) -> None:
-        """Replace the left-out outputs ``after`` of ``count`` examples by those of descents.
+    def _refine(self, left_out: Tensor, moves: Moves, count: int) -> None:
+        """Replace the outputs ``left_out`` of ``count`` examples by those of descents.
 
-        These are the examples whose loss is estimated to change most. ``after`` and
+        These are the examples whose loss is estimated to change most. ``left_out`` and
         ``moves.correction`` change in place.
         """
         likelihood = self.likelihood
-        before = likelihood.nll(moves.outputs, moves.targets)
-        change = (likelihood.nll(after, moves.targets) - before).abs()
+        losses_before = likelihood.nll(moves.outputs, moves.targets)
+        change = (likelihood.nll(left_out, moves.targets) - losses_before).abs()
         rows = change.argsort(descending=True, stable=True)[:count].sort().values
         removals = descended_removals(self.task, self.posterior, rows, passes=PASSES)
         solved = rows[~removals.lost]
-        after[solved] = torch.cat(removals.outputs)[~removals.lost]
+        left_out[solved] = torch.cat(removals.outputs)[~removals.lost]
         moves.correction[solved] = DESCENT
         if len(solved) < count:
             warnings.warn(
@@ -184,14 +186,14 @@ class Network(Subject):
         """The subject's note, and a line on estimates at high leverage that refine= would solve."""
         is_rough = (moves.leverage > HIGH) & (moves.correction != DESCENT)
         n_rough = int(is_rough.sum())
-        is_curved = not isinstance(self.likelihood.kind, Gaussian)
-        if n_rough == 0 or not is_curved or not self.posterior.at_minimum:
+        is_exact = isinstance(self.likelihood.kind, Gaussian)  # whose curvature is constant
+        if n_rough == 0 or is_exact or not self.posterior.at_minimum:
             return self.note
-        number = "1 left-out loss is a rough estimate"
+        estimates = "1 left-out loss is a rough estimate"
         if n_rough > 1:
-            number = f"{n_rough} left-out losses are rough estimates"
-        rough = f"{number} (leverage above {HIGH}); refine={n_rough} solves them exactly"
-        return "; ".join(filter(None, [self.note, rough]))
+            estimates = f"{n_rough} left-out losses are rough estimates"
+        remedy = f"refine={n_rough} solves them exactly"
+        return _joined(self.note, f"{estimates} (leverage above {HIGH}); {remedy}")
 
     def influence_on(self, test: Any, measure: Any, normalize: Any, k: int | None) -> Any:
         return influence_between(self, test, measure=measure, normalize=normalize, k=k)
@@ -219,7 +221,7 @@ class Network(Subject):
     def suspects(self, left_out: LeaveOneOut, share: float) -> Suspects:
         assert left_out.logits is not None and left_out.targets is not None
         losses = torch.stack([mean_losses(self.task, q) for _, q in self.runs]).mean(0)
-        contradicted = first_by(losses, share)
+        contradicted = first_by(losses, share)  # of a regression: the largest losses
         wrong = None
         if self.likelihood.is_classification:
             contradicted, wrong = self._against_the_label(left_out.logits, left_out.targets)
@@ -283,13 +285,18 @@ class Network(Subject):
         task = self.task if test is None else test
         if len(indices) == 0:
             return {}
-        different, rows = indices.unique(return_inverse=True)
-        outputs, targets = predict(task.subset(different), self.posterior.mean)
+        unique_indices, rows = indices.unique(return_inverse=True)
+        outputs, targets = predict(task.subset(unique_indices), self.posterior.mean)
         predictions = task.likelihood.prediction(outputs)
         return {"target": targets[rows], "prediction": predictions[rows]}
 
     def select(self, selection: Any, name: str = "remove") -> Tensor:
         return select(selection, self, name=name, labels=self.task.examples.labels)
+
+
+def _joined(*notes: str) -> str:
+    """The notes in one line, without those that are empty."""
+    return "; ".join(note for note in notes if note)
 
 
 def _sum_in_place(total: Tensor | None, values: Tensor | None) -> Tensor | None:
@@ -314,7 +321,7 @@ class Moves:
         outputs, targets: f_i ``[N, C]`` and y_i.
         move: f_i^{\\i} − f_i ``[N, C]``.
         leverage: the largest eigenvalue of τ V_i Λ_i ``[N]``.
-        correction: places in CORRECTION_NAMES ``[N]``.
+        correction: how the move was computed, as an index into CORRECTION_NAMES ``[N]``.
         unfamiliarity: tr Λ_i V_i ``[N]``.
         self_influence: ē_iᵀ τ V_i ē_i ``[N]``.
     """
@@ -327,7 +334,7 @@ class Moves:
     unfamiliarity: Tensor
     self_influence: Tensor
 
-    def each(self, function: Callable[[Tensor], Tensor]) -> Moves:
+    def converted(self, function: Callable[[Tensor], Tensor]) -> Moves:
         """The moves with a function applied to every column."""
         return Moves(
             outputs=function(self.outputs),
@@ -360,13 +367,14 @@ def moves_at(
     indices: Tensor | None = None,
     errors: Errors | None = None,
 ) -> Moves:
-    """How far the outputs of examples move without them.
+    """How far the output of each example moves without this example.
 
     Args:
         correction: "first_order", "cavity" or "auto".
         indices: the examples; None: all of them.
-        errors: ē of a chunk; None: averaged over the posterior's run.
+        errors: a function that returns ē of a chunk; None: averaged over the posterior's run.
     """
+    is_share_of_rank = indices is None
     order = indices_of_rank(task, posterior.mean) if indices is None else indices
     errors_of = mean_errors(task, posterior) if errors is None else errors
     method = correction_for(posterior, correction)
@@ -382,27 +390,28 @@ def moves_at(
             unfamiliarity = (likelihood.hessian(f, y) * v).sum((1, 2))
             v.mul_(posterior.temperature)
             move, leverage, corrections = left_out_moves(method, f, y, e, v, likelihood, bound)
-            influence = torch.einsum("nc,ncd,nd->n", e, v, e)
-            part = Moves(f, y, move, leverage, corrections, unfamiliarity, influence)
-            parts.append(part.each(Tensor.cpu))
+            self_influences = torch.einsum("nc,ncd,nd->n", e, v, e)
+            part = Moves(f, y, move, leverage, corrections, unfamiliarity, self_influences)
+            parts.append(part.converted(Tensor.cpu))
     moves = Moves.joined(parts)
-    is_of_all_ranks = indices is not None or len(order) == task.n_data
-    if is_of_all_ranks:
+    lacks_examples = is_share_of_rank and len(order) < task.n_data
+    if not lacks_examples:
         return moves
-    return moves.each(lambda column: ranks.gathered(column, order, task.n_data))
+    return moves.converted(lambda column: ranks.gathered(column, order, task.n_data))
 
 
 def scores_by_chunk(task: Task, posterior: Posterior, variance: bool) -> dict[str, Tensor]:
-    """The columns of all examples, filled chunk by chunk, so that no number is stored twice.
+    """The columns of all examples, by name.
 
     They are ``error``, ``outputs``, ``targets``, ``self_influence`` and, with ``variance``,
-    ``variance`` and ``move`` = τ V ē.
+    ``variance`` = τ V and ``move`` = τ V ē. They are filled chunk by chunk, because chunks that are
+    joined at the end would take twice the memory.
     """
     indices_of_this_rank = indices_of_rank(task, posterior.mean)
     errors_of = mean_errors(task, posterior)
     # With several ranks, each has zeros in the rows of the others, and their columns are summed.
     is_only_rank = len(indices_of_this_rank) == task.n_data
-    allocate = torch.empty if is_only_rank else torch.zeros
+    new_column = torch.empty if is_only_rank else torch.zeros
     columns: dict[str, Tensor] = {}
     sweep = chunks(
         task,
@@ -416,7 +425,7 @@ def scores_by_chunk(task: Task, posterior: Posterior, variance: bool) -> dict[st
         for indices, values in _chunk_scores(posterior, chunk, errors_of(task, chunk), variance):
             if not columns:
                 columns = {
-                    name: allocate(task.n_data, *value.shape[1:], dtype=value.dtype)
+                    name: new_column(task.n_data, *value.shape[1:], dtype=value.dtype)
                     for name, value in values.items()
                 }
             rows = ranks.rows(indices)
