@@ -40,7 +40,7 @@ from blr_analysis.sensitivity.door import checked_runs
 from blr_analysis.sensitivity.endings import ending_note
 from blr_analysis.sensitivity.removal import UNTIL_REST, descended_removals
 from blr_analysis.sensitivity.training import recipe_of, trained
-from blr_analysis.sensitivity.training_errors import losses_at, mean_errors, targets_in_float64
+from blr_analysis.sensitivity.training_errors import losses_at, mean_errors, targets_on_cpu
 from blr_analysis.snapshots import State
 from blr_analysis.task import Task
 
@@ -271,7 +271,7 @@ def _left_out_parts(
         error = errors_of(task, chunk)
         for rows, variance in prediction_variances(q, chunk):
             outputs.append(chunk.outputs[rows].cpu().double())
-            targets.append(targets_in_float64(chunk.targets[rows]))
+            targets.append(targets_on_cpu(chunk.targets[rows]))
             errors.append(error[rows].cpu().double())
             variances.append(variance.cpu().double())
     return torch.cat(outputs), torch.cat(targets), torch.cat(errors), torch.cat(variances)
@@ -327,7 +327,7 @@ def _losses_by_descent(task: Task, q: Posterior, chosen: Tensor) -> Tensor:
     for index, outputs in zip(chosen.split(1), removals.outputs, strict=True):
         _, targets = task.run(task.fetch(index), q.mean, index)
         likelihood = task.likelihood.at(index) if task.likelihood.is_sequence else scored
-        losses.append(likelihood.nll(outputs.double(), targets_in_float64(targets)))
+        losses.append(likelihood.nll(outputs.double(), targets_on_cpu(targets)))
     return torch.cat(losses).masked_fill(removals.lost, torch.nan)
 
 

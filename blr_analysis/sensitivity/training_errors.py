@@ -21,31 +21,34 @@ from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.predictive import scored_by
 from blr_analysis.task import Task
 
-Errors = Callable[[Task, Chunk], Tensor]  # ē of a chunk's examples
+Errors = Callable[[Task, Chunk], Tensor]
+"""A function that returns ē for the examples of a chunk."""
 
-# Errors at this factor times the final logits are close to the mean error of a run
-# (python -m benchmarks.field).
 LOGIT_FACTOR = 0.7
+"""Errors at this factor times the final logits are close to the mean error of a run
+(python -m benchmarks.field)."""
 
 
 def knows_only_the_end(task: Task, q: Posterior) -> bool:
-    """Whether a classifier is off its minimum and has no earlier checkpoints."""
-    has_classes = isinstance(task.likelihood.kind, Categorical | Bernoulli)
-    knows_the_training = q.earlier or q.at_minimum or "checkpoint" in q.record
-    return has_classes and not knows_the_training
+    """Whether q is the end of a classifier's run, off its minimum, and no earlier one is known."""
+    is_classifier = isinstance(task.likelihood.kind, Categorical | Bernoulli)
+    is_checkpoint_of_a_run = "checkpoint" in q.record
+    is_end_of_a_run = not (q.at_minimum or is_checkpoint_of_a_run)
+    return is_classifier and is_end_of_a_run and not q.earlier
 
 
 def mean_errors(task: Task, q: Posterior) -> Errors:
-    """A function (task, chunk) → ē_i = mean_t e_i(t) over the posterior's run, for a chunk at q's
-    mean.
+    """A function that averages the errors of a chunk's examples over the run of a posterior.
 
-    A classifier off its minimum without earlier checkpoints has no run to average over. There the
-    errors at 0.7 times the logits, softmax(0.7 f) − y, take the place of the mean.
+    It returns ē_i = mean_t e_i(t) for a chunk whose outputs were computed at q's mean.
+
+    Where only the end of the run is known, the errors at 0.7 times the final logits,
+    softmax(0.7 f) − y, take the place of the mean; see :func:`knows_only_the_end`.
     """
     checkpoints = [(task.holding(earlier.buffers), earlier) for earlier in q.earlier]
     factor = LOGIT_FACTOR if knows_only_the_end(task, q) else 1.0
 
-    def errors(task: Task, chunk: Chunk) -> Tensor:
+    def errors(_: Task, chunk: Chunk) -> Tensor:
         total = chunk.likelihood.error(factor * chunk.outputs, chunk.targets)
         for task_at_buffers, checkpoint in checkpoints:
             outputs = _outputs_at(task_at_buffers, checkpoint, chunk)
@@ -59,39 +62,42 @@ def _outputs_at(task: Task, checkpoint: Posterior, chunk: Chunk) -> Tensor:
     """The outputs of a chunk's examples at an earlier posterior, padded to the chunk's length."""
     with torch.no_grad(), task.evaluation():
         outputs, _ = task.run(task.fetch(chunk.indices), checkpoint.mean, chunk.indices)
-    if outputs.ndim > 2:  # sequences, which the chunk may have padded further
+    are_sequences = outputs.ndim > 2
+    if are_sequences:  # the chunk may have padded them further
         missing_tokens = chunk.outputs.shape[1] - outputs.shape[1]
         outputs = pad(outputs, (0, 0, 0, missing_tokens))
     return outputs
 
 
-def targets_in_float64(y: Tensor) -> Tensor:
+def targets_on_cpu(y: Tensor) -> Tensor:
     """Targets on the CPU; real numbers in double precision, classes as they are."""
     return y.cpu().double() if y.is_floating_point() else y.cpu()
 
 
 def losses_at(task: Task, state: Mapping[str, Tensor], chosen: Tensor | None = None) -> Tensor:
-    """The unweighted losses of examples at these weights and buffers, ``[N]`` in float64.
+    """The unweighted losses of examples, ``[N]`` in float64.
 
     Args:
+        state: the weights and buffers at which the losses are computed.
         chosen: the indices of the examples; None: all of them.
     """
     subset = task if chosen is None else task.subset(chosen)
     if task.likelihood.is_sequence:
-        return evaluated(subset, dict(state))[0].losses.double()
+        evaluation, _ = evaluated(subset, dict(state))
+        return evaluation.losses.double()
     scored = scored_by(task.likelihood)
     losses: list[Tensor] = []
     with torch.no_grad(), subset.evaluation():
         for indices, batch in subset.batches():
             outputs, targets = subset.run(batch, state, indices)
-            losses.append(scored.nll(outputs.cpu().double(), targets_in_float64(targets)))
+            losses.append(scored.nll(outputs.cpu().double(), targets_on_cpu(targets)))
     return torch.cat(losses)
 
 
 def mean_losses(task: Task, q: Posterior) -> Tensor:
     """The unweighted losses averaged over the posterior's run, ``[N]`` in float64.
 
-    The average shows wrong labels, which a model learns late.
+    A model learns wrong labels late, so their average stays high.
     """
     losses = [losses_at(task, {**p.mean, **p.buffers}) for p in q.run]
     return torch.stack(losses).mean(0)
