@@ -51,17 +51,18 @@ def validate(
     json: Json = False,
     shared: Shared,
 ) -> None:
-    """How well influence, and any other method, agrees with retraining your model.
+    """How well influence, and any other method, agrees with retraining of your model.
 
       blr-analysis validate train.py:make_task --test make_test
 
     The model is retrained on random halves of its data, by the recipe of its task. The score is
     the rank correlation of the losses on the test data with what each method foretells for the
-    halves; the ceiling is what the noise of retraining allows. The cost is said first. With --keep
-    a study that was stopped goes on, and another method is compared without a retraining.
+    halves; the ceiling is what the noise of retraining allows. The command prints the cost before
+    it starts. With --keep a study that was stopped goes on, and another method is compared without
+    retraining.
 
-    FILE holds one number for each pair of a training and a test example, [N_train, N_test], larger
-    where training on the one lowers the loss of the other:
+    FILE holds one number for each pair of a training and a test example, [N_train, N_test]. The
+    number is larger where training on the first lowers the loss of the second:
 
       blr-analysis validate train.py:make_task --test make_test --scores bm25.npy
 
@@ -91,20 +92,22 @@ def validate(
 
 
 def named_files(arguments: Sequence[str]) -> dict[str, str]:
-    """Files by the names of their methods; without a name, by that of the file.
+    """The files by the name of their method, from arguments ``NAME=FILE`` or ``FILE``.
+
+    A method without a name is called as its file, without the suffix.
 
     Raises:
-        InputError: two files of one name.
+        InputError: two files have the same name.
 
     >>> named_files(["bm25=out/a.npy", "trak.parquet"])
     {'bm25': 'out/a.npy', 'trak': 'trak.parquet'}
     """
     files: dict[str, str] = {}
     for argument in arguments:
-        name, equals, file = argument.partition("=")
-        if not equals:
-            name = Path(argument).stem
+        name, equals_sign, file = argument.partition("=")
+        if not equals_sign:
             file = argument
+            name = Path(file).stem
         if name in files:
             raise InputError(f"two files of scores are called {name!r}: write NAME=FILE")
         files[name] = file
@@ -112,22 +115,25 @@ def named_files(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def forecast(study: Study, source: Source) -> Forecast:
-    """What the fit, the influence and the retrainings cost."""
+    """What the fit, the influence and the retrainings cost, by the examples that each runs."""
     from blr_analysis.posterior import Forecast
 
     retraining = study.retraining
-    n_missing = retraining.count_missing(study.file)
+    n_trainings = retraining.count_missing(study.file)
     n_test = retraining.test.n_data
-    examples_run = source.examples(retraining.task) + retraining.task.n_data + n_test
+    for_fit = source.examples(retraining.task)
+    for_influence = retraining.task.n_data + n_test
+    for_losses = n_trainings * n_test
+    for_trainings = retraining.examples * n_trainings // retraining.count
     return Forecast.of(
         retraining.task,
-        examples_run + n_missing * n_test,
-        trained=retraining.examples * n_missing // retraining.count,
+        for_fit + for_influence + for_losses,
+        trained=for_trainings,
     )
 
 
 def in_words(result: Validation) -> RenderableType:
-    """The scores as a section."""
+    """The scores as a section of the terminal."""
     lead = (
         f"{len(result.halves)} random halves retrained, {result.seeds} seeds each; rank "
         f"correlations of {result.losses.shape[2]:,} test losses, with ranges that are meant to "
@@ -138,7 +144,7 @@ def in_words(result: Validation) -> RenderableType:
 
 
 def columns_of(result: Validation) -> dict[str, list[Any]]:
-    """The table as it is printed."""
+    """The columns of the printed table, with the numbers as text."""
     rows = result.rows
     return {
         "method": [row["method"] for row in rows],
