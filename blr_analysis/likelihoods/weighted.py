@@ -12,7 +12,7 @@ from blr_analysis.likelihoods.base import Likelihood
 
 
 def _unweighted(name: str) -> Any:
-    """The method of this name of the plain likelihood."""
+    """A method that calls the plain likelihood's method of this name."""
 
     def method(self: Weighted, *arguments: Any, **options: Any) -> Any:
         plain_method = getattr(self._plain, name)
@@ -21,8 +21,11 @@ def _unweighted(name: str) -> Any:
     return method
 
 
-def _times(name: str, power: float = 1.0) -> Any:
-    """The method of this name of the plain likelihood, times w to a power."""
+def _weighted(name: str, power: float = 1.0) -> Any:
+    """A method that multiplies the result of the plain likelihood's method of this name by w^power.
+
+    The power is ½ for a root of Λ, because w Λ = (√w L)(√w L)ᵀ.
+    """
 
     def method(self: Weighted, *arguments: Any) -> Tensor:
         plain_method = getattr(self._plain, name)
@@ -32,21 +35,21 @@ def _times(name: str, power: float = 1.0) -> Any:
 
 
 class Weighted(Likelihood):
-    """w_i ≥ 0 times the loss of example i, and so times its e_i and Λ_i.
+    """A likelihood whose losses are multiplied by weights w_i ≥ 0, and so are its e_i and Λ_i.
 
     ``Task(..., weights=w)`` makes it.
 
     Args:
         plain: the likelihood without weights.
-        weights: of the examples that outputs belong to, in their order; ``likelihood.at(indices)``
-            has those of a batch.
+        weights: w, ``[N]``. Each method takes the outputs of these N examples, in the same order;
+            ``likelihood.at(indices)`` takes those of a batch.
 
-    The objective is Σ_i w_i ℓ_i: for a training loss that divides it by Σ_i w_i, with an L2
-    penalty ``weight_decay``, δ = weight_decay · Σ_i w_i. What a model predicts, and whether it is
-    right, has no weight.
+    The objective is Σ_i w_i ℓ_i. A training loss that divides it by Σ_i w_i and has an L2 penalty
+    ``weight_decay`` has the prior precision δ = weight_decay · Σ_i w_i. Weights do not change what
+    a model predicts, nor whether a prediction is right.
 
     Raises:
-        InputError: outputs of another number of examples than there are weights.
+        InputError: the number of outputs differs from the number of weights.
 
     Example:
         >>> from blr_analysis.likelihoods import Gaussian
@@ -92,12 +95,13 @@ class Weighted(Likelihood):
         trailing = [1] * (values.ndim - 1)
         return values * w.view(-1, *trailing)
 
-    nll = _times("nll")
-    mass = _times("mass")
-    error = _times("error")
-    hessian = _times("hessian")
-    drawn_error = _times("drawn_error", 0.5)
-    hessian_root = _times("hessian_root", 0.5)
+    # The loss and its derivatives
+    nll = _weighted("nll")
+    mass = _weighted("mass")
+    error = _weighted("error")
+    hessian = _weighted("hessian")
+    drawn_error = _weighted("drawn_error", 0.5)
+    hessian_root = _weighted("hessian_root", 0.5)
 
     def hessian_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
         parts = self._plain.hessian_parts(outputs, targets)
@@ -107,9 +111,11 @@ class Weighted(Likelihood):
         return self._times_weights(diagonal), self._times_weights(vector, 0.5)
 
     def hessian_times(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
-        w = self._times_weights(torch.ones_like(outputs))  # vectors may lead with other dimensions
+        # Vectors may have further dimensions in front, so w takes the shape of the outputs.
+        w = self._times_weights(torch.ones_like(outputs))
         return w * self._plain.hessian_times(outputs, targets, vectors)
 
+    # How outputs and targets are read
     join = _unweighted("join")
     check_outputs = _unweighted("check_outputs")
     by_token = _unweighted("by_token")
@@ -122,6 +128,7 @@ class Weighted(Likelihood):
     entries = _unweighted("entries")
     counted = _unweighted("counted")
 
+    # What the model predicts
     mean = _unweighted("mean")
     prediction = _unweighted("prediction")
     correct = _unweighted("correct")
