@@ -62,7 +62,7 @@ def example_table(result: Any) -> pd.DataFrame:
     The columns are the index, the result's own and the user's metadata.
     """
     columns = {"index": np.arange(len(result)), **result.table_columns()}
-    return _frame(columns, getattr(result, "metadata", None))
+    return frame_of(columns, getattr(result, "metadata", None))
 
 
 def _array(values: Any) -> Any:
@@ -77,10 +77,11 @@ def _array(values: Any) -> Any:
     return np.asarray(values, object if has_words else None)
 
 
-def _frame(columns: Mapping[str, Any], metadata: Any = None) -> pd.DataFrame:
+def frame_of(columns: Mapping[str, Any], metadata: Any = None) -> pd.DataFrame:
     """The columns, and behind them the user's metadata.
 
-    A column with C > 1 values in each row becomes ``name_0`` … ``name_{C−1}``; None becomes NaN.
+    A column with C > 1 values in each row becomes ``name_0`` … ``name_{C−1}``; None becomes NaN. A
+    column of metadata whose name is in use gets the suffix ``_metadata``.
     """
     n = len(next(iter(columns.values())))
     arrays: dict[str, Any] = {}
@@ -174,7 +175,7 @@ def _fitted(fitted: Any) -> pd.DataFrame:
     if fitted.predictive is None or fitted.data is None:
         raise InputError("the table needs the model's predictive and its data")
     before = _array(fitted.log_predictive(fitted.data))
-    table = _frame({"index": range(len(before)), "log_predictive": before, "left_out": left_out})
+    table = frame_of({"index": range(len(before)), "log_predictive": before, "left_out": left_out})
     table.attrs["note"] = fitted.note
     return table.assign(gain=table["log_predictive"] - table["left_out"])
 
@@ -221,7 +222,7 @@ def _matches(top: Any) -> pd.DataFrame:
     metadata = {
         name: [column[index] for index in train_indices] for name, column in top.metadata.items()
     }
-    table = _frame(columns, metadata)
+    table = frame_of(columns, metadata)
     table.attrs["note"] = top.note
     return table
 
@@ -264,7 +265,7 @@ def _by_class(result: Any) -> pd.DataFrame:
         "accuracy_before": result.before.correct,
         "accuracy_after": result.after.correct,
     }
-    frame: Any = _frame(columns).astype(np.float64)
+    frame: Any = frame_of(columns).astype(np.float64)
     has_one_target = "class" in frame
     if not has_one_target or (frame["class"] % 1).any():
         raise InputError("a table by class needs one whole-number target per example")

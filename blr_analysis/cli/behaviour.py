@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import date, time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,34 +19,56 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute
     from blr_analysis.sensitivity import Index
     from blr_analysis.task import Task
 
-SATURATION = 1.5  # k of BM25: how often a word counts
-SHORTENED = 0.75  # b of BM25: how far long texts count less
+SATURATION = 1.5
+"""k of BM25: the larger it is, the longer does another occurrence of a word raise the score."""
+LENGTH_DISCOUNT = 0.75
+"""b of BM25: how far a word in a long text counts less, from 0 to 1."""
 
 
-def behaviour_scores(opened: Index, bad: Task, good: Task | None, *, normalize: bool) -> Tensor:
+def behaviour_scores(index: Index, bad: Task, good: Task | None, *, normalize: bool) -> Tensor:
     """How far the loss of a bad output would rise without each training text, ``[N]``.
 
     This is the text's mean influence on the bad outputs, less its mean influence on the good ones.
     """
-    scores = opened.influence(bad, normalize=normalize).double().mean(1)
+    scores = _mean_influence(index, bad, normalize)
     if good is not None:
-        scores = scores - opened.influence(good, normalize=normalize).double().mean(1)
+        scores = scores - _mean_influence(index, good, normalize)
     return scores
 
 
-def table_of_behaviour(opened: Index, scores: Tensor, top: int, quantity: str) -> pd.DataFrame:
-    """A row for each of the texts that the behaviour rests on most."""
-    import pandas as pd
-
-    order = scores.argsort(descending=True, stable=True)[:top]
-    columns: dict[str, Any] = {"example": order.tolist(), quantity: scores[order].tolist()}
-    for name, values in opened.examples.items():
-        columns[name] = [values[i] for i in order.tolist()]
-    return pd.DataFrame(columns)
+def _mean_influence(index: Index, outputs: Task, normalize: bool) -> Tensor:
+    """The influence of each training text, averaged over these outputs, ``[N]``."""
+    return index.influence(outputs, normalize=normalize).double().mean(1)
 
 
-def write_without(data: str, examples: Sequence[int], place: Path, *, online: bool) -> int:
+def table_of_behaviour(index: Index, scores: Tensor, top: int, quantity: str) -> pd.DataFrame:
+    """A row for each of the texts that the behaviour rests on most.
+
+    Args:
+        scores: what :func:`behaviour_scores` returns.
+        top: the number of texts.
+        quantity: the name of the column of scores.
+    """
+    from blr_analysis.tables import frame_of
+
+    examples = scores.argsort(descending=True, stable=True)[:top]
+    columns = {"example": examples, quantity: scores[examples]}
+    return frame_of(columns, _metadata_of(index, examples))
+
+
+def _metadata_of(index: Index, examples: Tensor) -> dict[str, list[Any]]:
+    """The columns of the index's table of examples, for these examples."""
+    indices = examples.tolist()
+    return {name: [column[i] for i in indices] for name, column in index.examples.items()}
+
+
+def write_without(data: str, examples: Sequence[int], path: Path, *, online: bool) -> int:
     """Write the training rows without these examples, as .jsonl.
+
+    Args:
+        data: the address of the training data.
+        examples: the places of the rows that are left out.
+        online: whether the data may be fetched from the Hub.
 
     Returns:
         The number of rows that were written.
@@ -60,43 +83,58 @@ def write_without(data: str, examples: Sequence[int], place: Path, *, online: bo
     rows = table.reset_index(drop=True).drop(index=list(examples))
     if not len(rows):
         raise InputError("no row is left: ask for fewer (--top)")
-    with drafted(place) as draft:
-        text = str(rows.to_json(orient="records", lines=True, force_ascii=False))
-        lines = [json.dumps(json.loads(line)) for line in text.split("\n") if line]
+    lines = [json.dumps(_json_value(row)) for row in rows.to_dict("records")]
+    with drafted(path) as draft:
         draft.write_text("\n".join(lines) + "\n")
     return len(rows)
 
 
+def _json_value(value: Any) -> Any:
+    """The value as JSON has it, with all its digits: missing values are null, dates are text."""
+    import pandas as pd
+
+    if isinstance(value, Mapping):
+        return {str(name): _json_value(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(entry) for entry in value]
+    if hasattr(value, "tolist"):  # arrays and numbers of NumPy
+        return _json_value(value.tolist())
+    is_infinite = isinstance(value, float) and math.isinf(value)
+    if pd.isna(value) or is_infinite:
+        return None
+    return value.isoformat() if isinstance(value, date | time) else value
+
+
 def hybrid_table(
-    opened: Index, trained: Task, questions: Task, *, top: int, normalize: bool
+    index: Index, trained: Task, questions: Task, *, top: int, normalize: bool
 ) -> pd.DataFrame:
     """The ``top`` sources of every question, by the sum of two ranks.
 
-    One rank is by influence, the other by BM25 on the words of question and text (Robertson &
-    Zaragoza, 2009).
+    The first rank is by influence, the second by BM25 on the words of question and text (Robertson
+    & Zaragoza, 2009). The table has a row for each question and source.
     """
-    import pandas as pd
+    import torch
 
-    by_words = words_scores(trained, questions)
-    by_influence = opened.influence(questions, normalize=normalize).double()
-    ranks = _ranks(by_influence) + _ranks(by_words)
-    rows = []
-    for question in range(questions.n_data):
-        order = ranks[:, question].argsort(stable=True)[:top]
-        for position, example in enumerate(order.tolist(), 1):
-            row = {
-                "question": question,
-                "rank": position,
-                "example": example,
-                "influence": float(by_influence[example, question]),
-                "bm25": float(by_words[example, question]),
-            }
-            row |= {name: values[example] for name, values in opened.examples.items()}
-            rows.append(row)
-    return pd.DataFrame(rows)
+    from blr_analysis.tables import frame_of
+
+    influences = index.influence(questions, normalize=normalize).double()
+    bm25 = bm25_scores(trained, questions)
+    rank_sums = _ranks(influences) + _ranks(bm25)
+    best = rank_sums.argsort(dim=0, stable=True)[:top]
+    n_best = len(best)
+    question = torch.arange(questions.n_data).repeat_interleave(n_best)
+    example = best.T.flatten()
+    columns = {
+        "question": question,
+        "rank": torch.arange(1, n_best + 1).repeat(questions.n_data),
+        "example": example,
+        "influence": influences[example, question],
+        "bm25": bm25[example, question],
+    }
+    return frame_of(columns, _metadata_of(index, example))
 
 
-def words_scores(trained: Task, questions: Task) -> Tensor:
+def bm25_scores(trained: Task, questions: Task) -> Tensor:
     """BM25 of every training text for every question, ``[N, M]``:
 
         Σ_w log(1 + (N − n_w + ½) / (n_w + ½)) · c_w / (c_w + k (1 − b + b ℓ / ℓ̄))
@@ -108,11 +146,12 @@ def words_scores(trained: Task, questions: Task) -> Tensor:
 
     texts = [Counter(words) for words in _words(trained)]
     lengths = torch.tensor([float(text.total()) for text in texts], dtype=torch.float64)
-    damping = SATURATION * (1 - SHORTENED + SHORTENED * lengths / lengths.mean())
+    relative_lengths = lengths / lengths.mean()
+    damping = SATURATION * (1 - LENGTH_DISCOUNT + LENGTH_DISCOUNT * relative_lengths)
     columns = []
-    for question in _words(questions):
+    for words_of_question in _words(questions):
         scores = torch.zeros(len(texts), dtype=torch.float64)
-        for word in question:
+        for word in words_of_question:
             counts = torch.tensor([float(text[word]) for text in texts], dtype=torch.float64)
             n_with_word = int((counts > 0).sum())
             rarity = math.log1p((len(texts) - n_with_word + 0.5) / (n_with_word + 0.5))
@@ -122,10 +161,13 @@ def words_scores(trained: Task, questions: Task) -> Tensor:
 
 
 def _words(task: Task) -> list[list[str]]:
-    """The words of every text, in lower case."""
+    """The words of every text, in lower case, without the tokenizer's special tokens."""
     data = task.dataset
-    texts = [data.tokenizer.decode(data[i]["input_ids"]) for i in range(len(data))]
-    return [text.lower().split() for text in texts]
+    words = []
+    for i in range(len(data)):
+        text = data.tokenizer.decode(data[i]["input_ids"], skip_special_tokens=True)
+        words.append(text.lower().split())
+    return words
 
 
 def _ranks(scores: Tensor) -> Tensor:
@@ -133,5 +175,5 @@ def _ranks(scores: Tensor) -> Tensor:
     import pandas as pd
     import torch
 
-    ranked = pd.DataFrame(scores.numpy()).rank(ascending=False)
-    return torch.from_numpy(ranked.to_numpy(copy=True))
+    ranks = pd.DataFrame(scores.numpy()).rank(ascending=False)
+    return torch.from_numpy(ranks.to_numpy(copy=True))
