@@ -16,11 +16,11 @@ from blr_analysis.plots.examples import image_of
 __all__ = ["ERROR_LABEL", "extremes", "plot_memory_map", "shares_above", "variance_label"]
 
 ERROR_LABEL = "prediction error ‖e‖₂"
-LOOKS = dict(zip(REGIONS, zip(canvas.FOUR, "os^D", strict=True), strict=True))
-# Up to how many points, their size in points², their opacity.
+MARKERS = "os^D"  # of the regions, in their order, as are the colours
+# The largest number of dots that are drawn in this style, their area in points², their opacity.
 DOT_STYLES = [(300, 22, 0.85), (3000, 12, 0.55), (math.inf, 4, 0.2)]
-MAX_EDGED = 3000  # points that are drawn with black edges
-# The corner of each region's name: x, y, and the alignment of the text there.
+MAX_EDGED = 3000  # with more dots, none has a black edge
+# Where each region's name stands: x and y as shares of the axes, and the alignment of the text.
 CORNERS = (
     (0.015, 0.015, "left", "bottom"),
     (0.985, 0.015, "right", "bottom"),
@@ -45,10 +45,10 @@ def plot_memory_map(
     Args:
         memory: what :func:`blr_analysis.memory_map` returns.
         ax: where to draw; a new figure if None.
-        images: of the examples; those of the extremes stand beside their labels, see
+        images: the images of all examples; those of the extremes stand beside their labels, see
             :func:`blr_analysis.plots.image_of`.
-        labels: shown beside the index of an extreme; ``labels[index]``.
-        n_extremes: how many examples to label; see :func:`extremes`.
+        labels: ``labels[index]`` is shown beside the index of an extreme.
+        n_extremes: the number of examples with labels; see :func:`extremes`.
 
     Raises:
         InputError: ``memory`` is no memory map; an extreme has no image or label.
@@ -64,24 +64,30 @@ def plot_memory_map(
     ax.axhline(memory.error_threshold, color="0.25", lw=0.9, ls="--", zorder=1.5)
     ax.margins(x=0.05, y=0.2)  # room for the regions' names
     _name_regions(ax, memory)
-    above, beyond = shares_above(memory)
-    across = f"[output²], {beyond:.0%} beyond the line"
-    ax.set_xlabel(f"{variance_label(memory)} {across}  (→ less certain)")
-    ax.set_ylabel(f"{ERROR_LABEL} [nats/output], {above:.0%} above  (→ more wrong)")
+    _label_axes(ax, memory)
     ax.set_title(f"Memory map of {canvas.count_of(len(points))}")
-    chosen = extremes(memory, n_extremes)
-    pictures = None if images is None else [image_of(images, i) for i in chosen]
-    canvas.label_points(ax, points[chosen], canvas.named(chosen, labels), pictures)
-    x, y = points[chosen].T
+    labelled = extremes(memory, n_extremes)
+    pictures = None if images is None else [image_of(images, i) for i in labelled]
+    canvas.label_points(ax, points[labelled], canvas.named(labelled, labels), pictures)
+    x, y = points[labelled].T
     ax.scatter(x, y, s=30, fc="none", ec="black", lw=0.9, zorder=4, label="extremes")
     return ax
+
+
+def _label_axes(ax: Axes, memory: MemoryMap) -> None:
+    """Name each axis, its unit, the share of the examples above its threshold, and its meaning."""
+    share_of_errors, share_of_variances = shares_above(memory)
+    name = variance_label(memory)
+    ax.set_xlabel(f"{name} [output²], {share_of_variances:.0%} beyond the line  (→ less certain)")
+    ax.set_ylabel(f"{ERROR_LABEL} [nats/output], {share_of_errors:.0%} above  (→ more wrong)")
 
 
 def _draw_regions(ax: Axes, memory: MemoryMap, points: np.ndarray) -> None:
     """Draw the points of each region in its colour and marker, smaller where they are many."""
     n = len(points)
     size, opacity = canvas.dot_style(n, DOT_STYLES)
-    for order, (region, (colour, marker)) in enumerate(LOOKS.items()):
+    styles = zip(REGIONS, canvas.FOUR, MARKERS, strict=True)
+    for order, (region, colour, marker) in enumerate(styles):
         x, y = points[memory.region == region].T
         has_edges = order > 0 and n <= MAX_EDGED
         ax.scatter(
@@ -105,11 +111,14 @@ def extremes(memory: MemoryMap, n: int = 8) -> list[int]:
     ones follow, but no regular ones.
 
     Returns:
-        Up to ``n`` indices.
+        At most ``n`` indices.
     """
-    doubtful = np.concatenate([memory.indices(r).numpy() for r in ("uncertain", "unpredictable")])
-    doubtful = doubtful[np.argsort(-memory.product.numpy()[doubtful], kind="stable")]
-    indices = np.concatenate([memory.memorable.numpy(), doubtful])
+    uncertain = memory.indices("uncertain").numpy()
+    unpredictable = memory.indices("unpredictable").numpy()
+    followers = np.concatenate([uncertain, unpredictable])
+    products = memory.product.numpy()[followers]
+    largest_first = np.argsort(-products, kind="stable")
+    indices = np.concatenate([memory.memorable.numpy(), followers[largest_first]])
     return [int(i) for i in indices[: max(n, 0)]]
 
 
@@ -129,14 +138,14 @@ def _name_regions(ax: Axes, memory: MemoryMap) -> None:
     """Write each region's name and count into its corner."""
     n = len(memory.region)
     for (region, count), corner in zip(memory.counts().items(), CORNERS, strict=True):
-        x, y, across, up = corner
+        x, y, horizontal, vertical = corner
         ax.text(
             x,
             y,
             f"{region}\n{count:,} ({count / n:.1%})",
             transform=ax.transAxes,
-            ha=across,
-            va=up,
+            ha=horizontal,
+            va=vertical,
             fontsize=9,
             fontweight="bold" if region == "memorable" else "normal",
             zorder=4,
