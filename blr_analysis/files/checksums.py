@@ -1,4 +1,4 @@
-"""Checksums of tensors and files: quick, and sure to notice the faults of disks and copies.
+"""Checksums of tensors and files, which are quick and notice the faults of disks and copies.
 
 The bytes are read as 64-bit words, row by row, in rows of 1,021 words. The words of each column are
 added modulo 2⁶⁴. The checksum is the SHA-256 of the 1,021 sums and of the number of bytes.
@@ -7,11 +7,12 @@ added modulo 2⁶⁴. The checksum is the SHA-256 of the 1,021 sums and of the n
 * Any other change is missed by chance alone, once in 2⁶⁴ such changes.
 * Pages that change places change columns, since two pages have 1,024 words and a row 1,021.
 
-It is as fast as a processor's cache, twenty times as fast as SHA-256, and takes pieces in any
-order. It is no signature: it does not stop a forger.
+The checksum takes pieces in any order, and is computed twenty times as fast as SHA-256. It is no
+signature: it does not stop a forger.
 
-Text files (JSON, and the header of a safetensors file) carry their own SHA-256, computed while
-zeros stand in its place, and a second entry. One flipped bit cannot hide both.
+Text files (JSON, and the header of a safetensors file) contain their own SHA-256, computed while
+zeros stand in its place. A second entry beside it shows that there must be one, so that a flipped
+bit in the name of the first does not hide it.
 
     >>> text = stamped(b'{"n_data": 10, "files": {}, "checksum": "%s"}' % ZEROS.encode())
     >>> is_stamped(text), is_stamped(text.replace(b"10", b"11"))
@@ -23,7 +24,9 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,9 +34,9 @@ from numpy.typing import NDArray
 WORD = 8  # bytes
 COLUMNS = 1021
 ROW = WORD * COLUMNS
-PIECE = 64 * ROW  # bytes that are read and added at a time, so that they are still in the cache
-DIGITS = 16  # hexadecimal, of a tensor's or a file's checksum
-ZEROS = "0" * 64
+PIECE = 64 * ROW  # bytes that are read at a time; few enough to be in the cache when they are added
+DIGITS = 16  # hexadecimal digits of a tensor's or a file's checksum
+ZEROS = "0" * 64  # what stands in the place of a SHA-256 while it is computed
 STAMP = re.compile(rb'"checksum": ?"([0-9a-f]{64})"')
 
 
@@ -49,7 +52,7 @@ class Checksum:
 
     def __init__(self, length: int = 0) -> None:
         self._sums: NDArray[np.uint64] = np.zeros(COLUMNS, dtype=np.uint64)
-        self._length = length  # of all bytes, if it is known before they arrive
+        self._length = length  # of all bytes: as announced, or up to the last byte so far
 
     def add(self, piece: bytes | memoryview, start: int | None = None) -> None:
         """Add bytes that begin at byte ``start``, a multiple of 8.
@@ -57,32 +60,34 @@ class Checksum:
         Without ``start`` they begin where the last piece ended. Only the piece at the end may have
         a length that is no multiple of 8.
         """
-        first = self._length if start is None else start
+        if start is None:
+            start = self._length
         size = len(piece)
         whole_rows = size - size % ROW
         rows = np.frombuffer(piece, np.uint64, count=whole_rows // WORD).reshape(-1, COLUMNS)
         sums = np.add.reduce(rows, axis=0)
         if size > whole_rows:
             last_row = bytes(piece[whole_rows:])
-            zeros = bytes(-len(last_row) % WORD)
-            words = np.frombuffer(last_row + zeros, np.uint64)
+            n_missing = -len(last_row) % WORD
+            words = np.frombuffer(last_row + bytes(n_missing), np.uint64)
             sums[: len(words)] += words
-        column = first // WORD % COLUMNS
-        self._sums += np.roll(sums, column) if column else sums
-        self._length = max(self._length, first + size)
+        first_column = start // WORD % COLUMNS
+        self._sums += np.roll(sums, first_column) if first_column else sums
+        self._length = max(self._length, start + size)
 
     def add_anywhere(self, piece: bytes | memoryview, start: int) -> None:
-        """Add bytes that begin and end anywhere. Zeros fill their first and last word.
+        """Add bytes that begin and end anywhere, with zeros for the missing bytes of their words.
 
         No byte may be added twice.
         """
-        fill = start % WORD
-        if not fill:
+        n_before = start % WORD  # bytes of the first word that are not in this piece
+        if n_before == 0:
             self.add(piece, start)
             return
-        in_first_word = WORD - fill
-        self.add(bytes(fill) + bytes(piece[:in_first_word]), start - fill)
-        self.add(piece[in_first_word:], start + in_first_word)
+        n_in_first_word = WORD - n_before
+        first_word = bytes(n_before) + bytes(piece[:n_in_first_word])
+        self.add(first_word, start - n_before)
+        self.add(piece[n_in_first_word:], start + n_in_first_word)
 
     def join(self, part: Checksum) -> None:
         """Add the bytes of another checksum."""
@@ -95,44 +100,63 @@ class Checksum:
         return hashlib.sha256(text).hexdigest()[:DIGITS]
 
 
-class Pieces:
-    """The check of a tensor that is read in pieces, by any threads and in any order.
+class Range(NamedTuple):
+    """Bytes of a tensor from ``start`` to ``end`` and their checksum."""
 
-    A piece that is read again counts once, as it was read last.
+    start: int
+    end: int
+    checksum: Checksum
+
+
+class Pieces:
+    """The checksums of a tensor's pieces, which threads read in any order, until all are there.
+
+    Where a piece overlaps a range of bytes that was read before, the range is forgotten.
 
     Args:
         expected: the checksum of the whole tensor.
-        nbytes: its size.
+        nbytes: the size of the tensor.
     """
 
     def __init__(self, expected: str, nbytes: int) -> None:
         self.expected = expected
         self._nbytes = nbytes
         self._lock = threading.Lock()
-        self._ranges: list[tuple[int, int, Checksum]] = []
+        self._ranges: list[Range] = []  # without overlaps
 
     def add(self, part: Checksum, start: int, end: int) -> bool:
-        """Add the bytes from ``start`` to ``end``.
+        """Add the bytes from ``start`` to ``end``, whose checksum is ``part``.
 
         Returns:
             False if all pieces are there and their checksum is wrong; True in any other case.
         """
         with self._lock:
-            ranges = []
-            for first, last, checksum in self._ranges:
-                if last == start:  # this piece continues that range
-                    part.join(checksum)
-                    start = first
-                elif last < start or end <= first:
-                    ranges.append((first, last, checksum))
-            self._ranges = [*ranges, (start, end, part)]
-            if sum(last - first for first, last, _ in self._ranges) < self._nbytes:
+            self._ranges = _with_range(self._ranges, Range(start, end, part))
+            nbytes_read = sum(span.end - span.start for span in self._ranges)
+            if nbytes_read < self._nbytes:
                 return True
             total = Checksum()
-            for _, _, checksum in self._ranges:
-                total.join(checksum)
+            for span in self._ranges:
+                total.join(span.checksum)
             self._ranges = []
             return total.hexdigest() == self.expected
+
+
+def _with_range(ranges: Sequence[Range], latest: Range) -> list[Range]:
+    """The ranges with the latest one, which is joined to the range that it continues.
+
+    Ranges that overlap the latest one are left out.
+    """
+    separate = []
+    for earlier in ranges:
+        is_continued = earlier.end == latest.start
+        overlaps = earlier.start < latest.end and latest.start < earlier.end
+        if is_continued:
+            latest.checksum.join(earlier.checksum)
+            latest = Range(earlier.start, latest.end, latest.checksum)
+        elif not overlaps:
+            separate.append(earlier)
+    return [*separate, latest]
 
 
 def checksum_of(content: bytes | memoryview) -> str:
@@ -154,27 +178,28 @@ def checksum_of_file(path: Path) -> str:
 
 
 def stamped(text: bytes) -> bytes:
-    """A text with its own SHA-256, which replaces the zeros after the last ``"checksum":``."""
+    """The text with its own SHA-256 in place of the zeros after the last ``"checksum":``."""
     return _with_digest(text, hashlib.sha256(text).hexdigest())
 
 
 def is_stamped(text: bytes) -> bool:
     """Whether a text is the one that :func:`stamped` made."""
-    place = _last(text)
-    if place is None:
+    stamp = _last_stamp(text)
+    if stamp is None:
         return False
-    plain = _with_digest(text, ZEROS)
-    return hashlib.sha256(plain).hexdigest() == place[1].decode()
+    digest = stamp[1].decode()
+    text_before = _with_digest(text, ZEROS)
+    return hashlib.sha256(text_before).hexdigest() == digest
 
 
 def _with_digest(text: bytes, digest: str) -> bytes:
     """The text with this digest after its last ``"checksum":``."""
-    place = _last(text)
-    assert place is not None, "the text has a place for its checksum"
-    return text[: place.start(1)] + digest.encode() + text[place.end(1) :]
+    stamp = _last_stamp(text)
+    assert stamp is not None, "the text has a place for its checksum"
+    return text[: stamp.start(1)] + digest.encode() + text[stamp.end(1) :]
 
 
-def _last(text: bytes) -> re.Match[bytes] | None:
-    """The place of the last checksum in a text; earlier ones belong to texts that it quotes."""
-    places = list(STAMP.finditer(text))
-    return places[-1] if places else None
+def _last_stamp(text: bytes) -> re.Match[bytes] | None:
+    """The last checksum in a text; earlier ones belong to texts that it quotes."""
+    stamps = list(STAMP.finditer(text))
+    return stamps[-1] if stamps else None
