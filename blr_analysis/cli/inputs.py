@@ -162,7 +162,7 @@ class Source:
             return 0
         chooses_the_prior = self.prior_precision is None and task.prior_precision is None
         examples_per_fit = fit_examples(
-            task, self.structure, found=chooses_the_prior, sampled=sampled
+            task, self.structure, chooses_prior=chooses_the_prior, sampled=sampled
         )
         return examples_per_fit * (1 + len(task.checkpoints))
 

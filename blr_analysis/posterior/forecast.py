@@ -1,7 +1,7 @@
-"""A forecast of a run's passes over the data, memory, disk and time; nothing is written.
+"""A forecast of what a run needs: passes over the data, memory, disk and time.
 
-One chunk of the data is run, which shows the layers, and a few examples are timed. The forecast of
-the memory is the peak of this process after the chunk, plus the factors of the posterior.
+The forecast runs one chunk of the data, which shows the layers, and times a few examples. It writes
+nothing. The memory is the peak of this process after the chunk, plus the posterior.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from blr_analysis.posterior.stationarity import n_single_gradients
 from blr_analysis.task import Task
 
 EXAMPLES_TIMED = 32
-MANY_OUTPUTS = 100  # of an example: with more, one backward pass is timed in place of one for each
+MANY_OUTPUTS = 100  # where an example has more outputs, a single backward pass is timed
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Forecast:
     """What a run will need.
 
     Attributes:
-        passes: passes over the data: the examples that are run, over N.
+        passes: the passes over the data: the number of examples that are run, divided by N.
         memory: the peak of the run, in bytes.
         disk: what the run writes, in bytes.
-        seconds: extrapolated from a few examples; on a busy machine twice or half of it.
+        seconds: extrapolated from a few examples; wrong by a factor of two on a busy machine.
     """
 
     passes: float
@@ -53,23 +53,23 @@ class Forecast:
             swept: the number of examples that all sweeps run.
             trained: the number of examples that all trainings take.
             disk: bytes that are written in addition to the posterior's factors.
-            structure: of the posterior; "kron" and "gram" have factors.
+            structure: the posterior's structure; "kron" and "gram" have factors.
         """
         params = task.parameters()
         itemsize = next(iter(params.values())).element_size()
         chunk = next(iter(chunks(task.quiet, params, columns=1)))
-        numbers_in_memory = 2 * sum(p.numel() for p in params.values())
+        n_parameters = sum(p.numel() for p in params.values())
+        numbers_in_memory = 2 * n_parameters  # a mean and a diagonal precision
         if structure in FACTORED:
             layers = _layers_with_factors(task, params, chunk)
             numbers_in_memory += sum(map(_numbers_of_factors, layers))
             numbers_on_disk = _numbers_of_factors if structure == "kron" else _numbers_of_gram
             disk += itemsize * sum(map(numbers_on_disk, layers))
-        return cls(
-            passes=(swept + trained) / task.n_data,
-            memory=_peak_memory() + itemsize * numbers_in_memory,
-            disk=disk,
-            seconds=swept * sweep_seconds(task, params) + trained * step_seconds(task),
-        )
+        memory = _peak_memory() + itemsize * numbers_in_memory
+        seconds = swept * sweep_seconds(task, params)
+        if trained:
+            seconds += trained * step_seconds(task)
+        return cls((swept + trained) / task.n_data, memory, disk, seconds)
 
 
 def _layers_with_factors(task: Task, params: dict[str, Tensor], chunk: Chunk) -> list[Joint]:
@@ -87,7 +87,7 @@ def _layers_with_factors(task: Task, params: dict[str, Tensor], chunk: Chunk) ->
 
 def _numbers_of_factors(joint: Joint) -> int:
     """How many numbers the factors A and G of one weight matrix have."""
-    inputs = joint.layout.columns + (joint.bias is not None)
+    inputs = _inputs_of(joint)
     return joint.layout.groups * (inputs**2 + joint.layout.rows**2)
 
 
@@ -96,9 +96,15 @@ def _numbers_of_gram(joint: Joint) -> int:
 
     It stores A, and one row of eigenvalues in place of all rows of the diagonal.
     """
-    inputs = joint.layout.columns + (joint.bias is not None)
+    inputs = _inputs_of(joint)
     rows_saved = joint.layout.rows - 1
     return joint.layout.groups * (inputs**2 - inputs * rows_saved)
+
+
+def _inputs_of(joint: Joint) -> int:
+    """The number of inputs of one weight matrix; a bias counts as an input that is always 1."""
+    has_bias = joint.bias is not None
+    return joint.layout.columns + has_bias
 
 
 def _peak_memory() -> int:
@@ -142,8 +148,8 @@ def step_seconds(task: Task) -> float:
 def _timed(task: Task, run: Callable[[Tensor], None]) -> float:
     """Seconds for an example, measured on examples spread evenly over the data."""
     n = task.n_data
-    places = torch.linspace(0, n - 1, min(n, EXAMPLES_TIMED), dtype=torch.float64)
-    indices = places.long()
+    evenly_spread = torch.linspace(0, n - 1, min(n, EXAMPLES_TIMED), dtype=torch.float64)
+    indices = evenly_spread.long()
     run(indices)  # the first time is slower, and not measured
     _wait_for(task.device)
     started = time.perf_counter()
@@ -158,23 +164,25 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def fit_examples(task: Task, structure: str, *, found: bool = False, sampled: bool = False) -> int:
+def fit_examples(
+    task: Task, structure: str, *, chooses_prior: bool = False, sampled: bool = False
+) -> int:
     """The number of examples that :func:`blr_analysis.fit_laplace` runs.
 
     Args:
-        structure: of the posterior.
-        found: whether the fit has to find δ, for which it needs a Kronecker fit.
-        sampled: whether sequences are sampled.
+        structure: the posterior's structure.
+        chooses_prior: whether the fit chooses δ, for which it needs a Kronecker fit.
+        sampled: whether the curvature is that of a sample, where the examples are sequences.
     """
     of_directions = sampled_examples(task)
     n_for_directions = task.n_data if of_directions is None else len(of_directions)
     of_fit = random_sequences(task) if sampled else None
-    n = task.n_data if of_fit is None else len(of_fit)
-    kronecker_fit = n + n_for_directions
-    the_fit = kronecker_fit if structure == "kron" else n
-    if not found:
-        return the_fit
-    distance_from_minimum = n + n_single_gradients(task)
+    n_for_fit = task.n_data if of_fit is None else len(of_fit)
+    kronecker_fit = n_for_fit + n_for_directions
+    fit = kronecker_fit if structure == "kron" else n_for_fit
+    if not chooses_prior:
+        return fit
+    distance_from_minimum = n_for_fit + n_single_gradients(task)
     if structure == "kron":
-        return the_fit + distance_from_minimum
-    return the_fit + kronecker_fit + distance_from_minimum
+        return fit + distance_from_minimum
+    return fit + kronecker_fit + distance_from_minimum
