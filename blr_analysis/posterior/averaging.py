@@ -1,6 +1,6 @@
-"""Runs a task's data through one network after another, and averages what they answer.
+"""Runs a task's data through one network after another, and averages their predictions.
 
-The sums over networks are held, never the answers of two networks at once. See
+In memory are the sums over the networks and the answers of one network. See
 :mod:`blr_analysis.posterior.predictive` for the formulas.
 """
 
@@ -18,7 +18,7 @@ from blr_analysis.posterior.predictive import Predictions, scored_by
 from blr_analysis.progress import bar
 from blr_analysis.task import Task
 
-NUMBERS_LIMIT = 2**27  # tokens times classes whose probabilities are held: half a GiB in float32
+NUMBERS_LIMIT = 2**27  # tokens times classes whose probabilities are stored; 512 MiB in float32
 TOO_MANY = "too many tokens and classes to keep: no variance, entropy, accuracy"
 
 
@@ -31,8 +31,8 @@ def averaged(
 
     Args:
         networks: the weights and buffers of each, by name.
-        draws: how many they are; 0: one, at the posterior's mean.
-        note: of the result.
+        draws: the number of networks; 0 for a single one, at the posterior's mean.
+        note: the note of the result.
 
     Raises:
         ModelError, DataError: as :meth:`Task.run`.
@@ -57,15 +57,21 @@ def averaged(
 def _predictions(
     total: Answers, n_networks: int, draws: int, likelihood: Likelihood, note: str
 ) -> Predictions:
-    """The averages of the sums over the networks."""
+    """The predictions, from sums over the networks."""
     losses = None
     if total.log_likelihoods is not None:
         losses = (math.log(n_networks) - total.log_likelihoods).to(total.dtype)
-    if total.rows is None or total.squares is None:
-        notes = "; ".join(filter(None, [note, TOO_MANY]))
-        return Predictions(None, losses, None, draws, likelihood, notes)
-    mean = total.rows / n_networks
-    mean_square = total.squares / n_networks
+    if total.means is None or total.squared_means is None:
+        return Predictions(
+            mean=None,
+            losses=losses,
+            targets=None,
+            draws=draws,
+            likelihood=likelihood,
+            note=f"{note}; {TOO_MANY}" if note else TOO_MANY,
+        )
+    mean = total.means / n_networks
+    mean_square = total.squared_means / n_networks
     variance = (mean_square - mean.double().square()).clamp_min(0).to(mean.dtype)
     entropy, information = _uncertainty(total, n_networks, likelihood, mean, variance)
     has_several_networks = n_networks > 1
@@ -89,12 +95,16 @@ def _predictions(
 def _uncertainty(
     total: Answers, n_networks: int, likelihood: Likelihood, mean: Tensor, variance: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """H[p̄] and H[p̄] − 1/K Σ_k H[p_k] of every row; None of a likelihood without an entropy."""
+    """The entropy H[p̄] and the information H[p̄] − 1/K Σ_k H[p_k] of every row.
+
+    Both are None for a likelihood without an entropy.
+    """
     noise = None if total.noise is None else total.noise / n_networks
     entropy = entropy_of(likelihood, mean, variance, noise)
     if entropy is None or total.entropies is None:
         return entropy, None
-    return entropy, (entropy - total.entropies / n_networks).clamp_min(0)
+    mean_entropy = total.entropies / n_networks
+    return entropy, (entropy - mean_entropy).clamp_min(0)
 
 
 @dataclass
@@ -106,69 +116,69 @@ class Answers:
     Attributes:
         dtype: of the outputs.
         log_likelihoods: log Σ_k p(y_i | f_k(x_i)) in float64; None without labels.
-        rows: Σ_k E[y | f_k(x)], ``[M, C]``; None where they are too many to hold.
-        squares: Σ_k E[y | f_k(x)]² in float64.
-        entropies: Σ_k H[p_k], ``[M]``; None of a likelihood without an entropy.
+        means: Σ_k E[y | f_k(x)], ``[M, C]``; None where they are too many to store.
+        squared_means: Σ_k E[y | f_k(x)]² in float64.
+        entropies: Σ_k H[p_k], ``[M]``; None for a likelihood without an entropy.
         noise: Σ_k σ_k², where the likelihood has a variance.
-        targets: of the rows; None without labels.
+        targets: the targets of the rows; None without labels.
         examples: the index of the example that each row belongs to.
     """
 
     dtype: torch.dtype
     log_likelihoods: Tensor | None = None
-    rows: Tensor | None = None
-    squares: Tensor | None = None
+    means: Tensor | None = None
+    squared_means: Tensor | None = None
     entropies: Tensor | None = None
     noise: Tensor | None = None
     targets: Tensor | None = None
     examples: Tensor | None = None
 
-    def without_rows(self) -> Answers:
-        """The losses alone."""
+    def losses_alone(self) -> Answers:
+        """The answers without all that has a row per token."""
         return Answers(self.dtype, self.log_likelihoods)
 
     @classmethod
     def joined(cls, parts: Sequence[Answers]) -> Answers:
         """One network's answers for all examples, from those for each batch."""
-        all_have_rows = all(part.rows is not None for part in parts)
-        if not all_have_rows:
-            parts = [part.without_rows() for part in parts]
+        all_have_means = all(part.means is not None for part in parts)
+        if not all_have_means:
+            parts = [part.losses_alone() for part in parts]
         return cls(
             dtype=parts[-1].dtype,
             log_likelihoods=_joined([part.log_likelihoods for part in parts]),
-            rows=_joined([part.rows for part in parts]),
-            squares=_joined([part.squares for part in parts]),
+            means=_joined([part.means for part in parts]),
+            squared_means=_joined([part.squared_means for part in parts]),
             entropies=_joined([part.entropies for part in parts]),
             noise=_joined([part.noise for part in parts]),
             targets=_joined([part.targets for part in parts]),
             examples=_joined([part.examples for part in parts]),
         )
 
-    def plus(self, further: Answers) -> Answers:
-        """The sums with those of further networks, for the same examples."""
+    def plus(self, other: Answers) -> Answers:
+        """The sums together with those of other networks, for the same examples."""
         log_likelihoods = None
-        if self.log_likelihoods is not None and further.log_likelihoods is not None:
-            log_likelihoods = torch.logaddexp(self.log_likelihoods, further.log_likelihoods)
+        if self.log_likelihoods is not None and other.log_likelihoods is not None:
+            log_likelihoods = torch.logaddexp(self.log_likelihoods, other.log_likelihoods)
         return Answers(
             dtype=self.dtype,
             log_likelihoods=log_likelihoods,
-            rows=_sum(self.rows, further.rows),
-            squares=_sum(self.squares, further.squares),
-            entropies=_sum(self.entropies, further.entropies),
-            noise=_sum(self.noise, further.noise),
+            means=_sum(self.means, other.means),
+            squared_means=_sum(self.squared_means, other.squared_means),
+            entropies=_sum(self.entropies, other.entropies),
+            noise=_sum(self.noise, other.noise),
             targets=self.targets,
             examples=self.examples,
         )
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """The parts one behind the other; None where all are."""
+    """The parts one behind the other; None where all parts are None."""
     tensors = [part for part in parts if part is not None]
     return torch.cat(tensors) if tensors else None
 
 
 def _sum(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """The sum; None where one of the two is."""
+    """The sum; None where either tensor is None."""
     if left is None or right is None:
         return None
     return left + right
@@ -181,27 +191,29 @@ def _answers(
     likelihood: Likelihood,
     n_batches: int,
 ) -> Answers:
-    """One network's answers for a batch; without rows where those of all batches are too many."""
+    """One network's answers for a batch; the losses alone where there are too many tokens."""
     outputs, targets = task.predicted(task.fetch(indices), params, indices)
     log_likelihoods = None
     if targets is not None:
         log_likelihoods = -_losses(likelihood, outputs, targets).double().cpu()
-    if likelihood.is_sequence and outputs.numel() * n_batches > NUMBERS_LIMIT:
+    numbers_of_all_batches = outputs.numel() * n_batches
+    if likelihood.is_sequence and numbers_of_all_batches > NUMBERS_LIMIT:
         return Answers(outputs.dtype, log_likelihoods)
     examples = indices
     if isinstance(likelihood, TokenCategorical):
         counted = _counted_tokens(likelihood, outputs, targets)
-        examples = indices.repeat_interleave(counted.sum(1).cpu())
+        tokens_per_example = counted.sum(1).cpu()
+        examples = indices.repeat_interleave(tokens_per_example)
         outputs = outputs[counted]
         targets = None if targets is None else targets[counted]
     mean = likelihood.mean(outputs)
     noise = likelihood.noise(outputs)
-    no_variance = torch.zeros_like(mean)
+    no_variance = torch.zeros_like(mean)  # of the mean prediction of a single network
     return Answers(
         dtype=outputs.dtype,
         log_likelihoods=log_likelihoods,
-        rows=mean.cpu(),
-        squares=mean.double().square().cpu(),
+        means=mean.cpu(),
+        squared_means=mean.double().square().cpu(),
         entropies=_on_cpu(entropy_of(likelihood, mean, no_variance, noise)),
         noise=_on_cpu(noise),
         targets=_on_cpu(targets),
@@ -212,7 +224,7 @@ def _answers(
 def _counted_tokens(
     likelihood: TokenCategorical, outputs: Tensor, targets: Tensor | None
 ) -> Tensor:
-    """Which tokens have a label that counts, ``[B, T]``; without labels all of them."""
+    """Which tokens have a label that counts, ``[B, T]``; all of them where there are no labels."""
     if targets is not None:
         return likelihood.counted(targets)
     return torch.ones(outputs.shape[:2], dtype=torch.bool, device=outputs.device)
@@ -225,17 +237,18 @@ def _on_cpu(tensor: Tensor | None) -> Tensor | None:
 def entropy_of(
     likelihood: Likelihood, mean: Tensor, variance: Tensor, noise: Tensor | None
 ) -> Tensor | None:
-    """H[y] of each row in nats, ``[M]``; None of counts and of losses that are no −log p.
+    """H[y] of each row in nats, ``[M]``; None for counts and for losses that are no −log p.
 
     Args:
         mean: the mean prediction, ``[M, C]``.
-        variance: of the mean prediction, ``[M, C]``.
-        noise: σ² of a Gaussian likelihood; None of others.
+        variance: the variance of the mean prediction, ``[M, C]``.
+        noise: σ² of a Gaussian likelihood; None for others.
 
     >>> entropy_of(Categorical(), torch.tensor([[0.5, 0.5], [1.0, 0.0]]), torch.zeros(2, 2), None)
     tensor([0.6931, 0.0000])
     """
-    if noise is not None:
+    is_normal = noise is not None
+    if is_normal:
         return 0.5 * (2 * math.pi * math.e * (variance + noise)).log().sum(-1)
     if isinstance(likelihood, Bernoulli):
         return -(torch.xlogy(mean, mean) + torch.xlogy(1 - mean, 1 - mean)).sum(-1)
@@ -245,15 +258,18 @@ def entropy_of(
 
 
 def _losses(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
-    """−log p of every example, NaN where the target is ignored; for sequences, of every token that
-    counts."""
+    """−log p of every example, or of every token that counts in sequences.
+
+    It is NaN where the target of an example is ignored.
+    """
     if isinstance(likelihood, TokenCategorical):
         counted = likelihood.counted(targets)
         return likelihood.token_nll(outputs, targets)[counted]
     losses = likelihood.nll(outputs, targets)
     if not isinstance(likelihood, Categorical) or likelihood.ignore_index is None:
         return losses
-    has_class_probabilities = targets.ndim == 2
-    if has_class_probabilities:
+    targets_are_probabilities = targets.ndim == 2
+    if targets_are_probabilities:
         return losses
-    return losses.masked_fill(targets == likelihood.ignore_index, torch.nan)
+    is_ignored = targets == likelihood.ignore_index
+    return losses.masked_fill(is_ignored, torch.nan)
