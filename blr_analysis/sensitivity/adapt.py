@@ -28,7 +28,7 @@ from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.sensitivity.door import check_test, checked_addition
 from blr_analysis.sensitivity.minimise import Descent
-from blr_analysis.sensitivity.objective import Objective, share, step
+from blr_analysis.sensitivity.objective import Objective, posterior_after, share
 from blr_analysis.sensitivity.results import WhatIf
 from blr_analysis.task import Task
 
@@ -152,14 +152,14 @@ def _checked_memory(memory: Task, task: Task, old: Posterior) -> Task:
 
 def _without(old: Posterior, remembered: Sequence[Task]) -> Posterior:
     """N(m^{\\M}, (S^{\\M})⁻¹): the posterior without the sites of the memory."""
-    return step(old, [(-1, share(part, old)) for part in remembered])
+    return posterior_after(old, [(-1, share(part, old)) for part in remembered])
 
 
 def _with(posterior: Posterior, parts: Sequence[Task]) -> Posterior:
     """The posterior with the curvature of these data at its mean, which stays."""
     still = scaled(posterior.mean, 0.0)
     shares = [(1, replace(share(part, posterior), gradient=still)) for part in parts]
-    return step(posterior, shares)
+    return posterior_after(posterior, shares)
 
 
 class Ending(NamedTuple):

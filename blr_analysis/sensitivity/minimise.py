@@ -26,7 +26,7 @@ from blr_analysis.errors import BLRError, ModelError, PosteriorError, told_as
 from blr_analysis.posterior.laplace import fit_laplace
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures import Structure, Tree
-from blr_analysis.sensitivity.objective import Objective, Point, whole
+from blr_analysis.sensitivity.objective import Objective, Point, whole_objective
 from blr_analysis.task import Task
 
 MOVES_PER_FIT = 20  # of a training, until M is fitted anew
@@ -220,7 +220,7 @@ def train(
         ModelError, DataError: the errors of :meth:`Task.run`.
     """
     prior = Prior.of_any(prior_precision)
-    data = whole(task, prior)
+    data = whole_objective(task, prior)
     point = data.at({name: weight.clone() for name, weight in task.parameters().items()})
     for _ in range(rounds):
         if point.residual <= tolerance:

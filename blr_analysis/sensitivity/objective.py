@@ -1,9 +1,9 @@
-"""Changed data: their objective F, which a retrained model minimises, and their posterior.
+"""The objective F that a model minimises when it is retrained on changed data, and its posterior.
 
     F(θ) = Σ_i ℓ_i(θ) + ½ (θ − θ₀)ᵀ diag(δ) (θ − θ₀)
 
-The sum is over examples that stay, are added, or have new labels. For a group G of examples that
-leave, the posterior is
+The sum is over the examples that stay, are added, or have new labels. Where a group G of examples
+leaves, the posterior is
 
     λ^{\\G} = λ − Σ_{i∈G} λ̃_i:    S^{\\G} = S − S_G,    m^{\\G} = m + (S^{\\G})⁻¹ Σ_{i∈G} J_iᵀ e_i
 
@@ -35,13 +35,13 @@ from blr_analysis.task import Task
 
 @dataclass(frozen=True)
 class Point:
-    """F at some weights.
+    """F and its gradient at some weights.
 
     Attributes:
-        params: the weights.
-        value: F, in nats.
-        gradient: ∇F.
-        prior: δ, and θ₀ as its mean.
+        params: the weights θ.
+        value: F(θ), in nats.
+        gradient: ∇F(θ).
+        prior: the prior, with precision δ and mean θ₀.
     """
 
     params: Tree
@@ -51,7 +51,10 @@ class Point:
 
     @property
     def residual(self) -> float:
-        """‖∇F‖ / (‖gradient of the data‖ + ‖gradient of the prior‖), from 0 at an optimum to 1."""
+        """‖∇F‖ / (‖gradient of the losses‖ + ‖gradient of the prior‖), which is 0 at an optimum.
+
+        It is 1 at most.
+        """
         prior_gradient = self.prior.times(self.prior.gap(self.params))
         data_gradient = {name: g - prior_gradient[name] for name, g in self.gradient.items()}
         size = norm(data_gradient) + norm(prior_gradient)
@@ -66,9 +69,9 @@ class Objective:
 
     Attributes:
         parts: pairs of a task and the indices of its examples in the sum.
-        prior: δ, and θ₀ as its mean.
-        places: for changed data, the places of each part's examples in the data before the change;
-            added examples have places behind all others.
+        prior: the prior, with precision δ and mean θ₀.
+        places: where the data were changed: the places of each part's examples in the data before
+            the change. Added examples have places behind all others.
     """
 
     parts: tuple[tuple[Task, Tensor], ...]
@@ -96,13 +99,13 @@ class Objective:
         return Point(params, value, gradient, self.prior)
 
 
-def whole(task: Task, prior: Prior) -> Objective:
+def whole_objective(task: Task, prior: Prior) -> Objective:
     """The objective of all examples of a task."""
     every_example = torch.arange(task.n_data)
     return Objective(((task, every_example),), prior)
 
 
-def changed(
+def objective_after(
     task: Task,
     prior: Prior,
     *,
@@ -113,9 +116,9 @@ def changed(
     """The objective of a task after a change of its data.
 
     Args:
-        leaving: indices of examples that are removed.
-        added: further examples.
-        labels: new targets by index.
+        leaving: the indices of examples that are removed.
+        added: a task with the examples that are added.
+        labels: the new targets by index.
     """
     relabelled = torch.tensor(list(labels or {}), dtype=torch.long)
     stays = torch.ones(task.n_data, dtype=torch.bool)
@@ -142,12 +145,12 @@ def with_labels(task: Task, labels: Mapping[int, Any]) -> Task:
 
     A batch of this task is the pair of an original batch and the new targets.
     """
-    chosen = list(labels)
+    indices = list(labels)
     try:
-        targets = torch.stack([as_target(labels[i]) for i in chosen])
+        targets = torch.stack([as_target(labels[i]) for i in indices])
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"relabel must map indices to targets: {error}") from error
-    part = task.subset(chosen)
+    part = task.subset(indices)
 
     def collate(pairs: list[Any]) -> tuple[Any, Tensor]:
         original = part.examples.collate([example for example, _ in pairs])
@@ -177,13 +180,13 @@ class Labelled(StackDataset[Any]):
 
     @property
     def inside(self) -> Relabelled:
-        """The items with the new targets in the place of their own, for a user's training."""
+        """The items with the new targets in place of the old ones, for a user's training."""
         items, targets = self.datasets
         return Relabelled(items, targets)
 
 
 class Relabelled(Dataset[Any]):
-    """Items (x, y), or dicts with "labels" or "label", whose target is replaced by a new one."""
+    """Items (x, y), or dicts with "labels" or "label", with new targets in place of theirs."""
 
     def __init__(self, items: Any, targets: Tensor) -> None:
         self.items = items
@@ -218,7 +221,7 @@ def _in_form_of(old: Any, new: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Share:
-    """The sum of a group's sites.
+    """What a group of examples contributes to a posterior: the sum of their sites.
 
     Attributes:
         gradient: Σ J_iᵀ e_i.
@@ -232,7 +235,11 @@ class Share:
 
 
 def share(task: Task, q: Posterior, indices: Tensor | None = None) -> Share:
-    """The share of these examples (None: all) in the posterior, at the posterior's mean."""
+    """The share of some examples in the posterior, at the posterior's mean.
+
+    Args:
+        indices: the indices of the examples; None: all of them.
+    """
     curvature = q.form.zeros()
     for chunk in chunks(task.quiet, q.mean, indices=indices):
         curvature = curvature.add(chunk.terms(curvature_root(chunk)))
@@ -249,26 +256,27 @@ def as_target(value: Any) -> Tensor:
         raise DataError(f"{value!r} is no number; give that of its class") from error
 
 
-def step(q: Posterior, changes: Sequence[tuple[int, Share]]) -> Posterior:
-    """The posterior λ ± Σ λ̃ after shares are added (+1) or removed (−1).
+def posterior_after(q: Posterior, changes: Sequence[tuple[int, Share]]) -> Posterior:
+    """The posterior λ ± Σ λ̃ after shares are added or removed.
 
     Its precision is nowhere below the prior's.
 
     Args:
-        changes: pairs of a sign and a share.
+        changes: pairs of a sign and a share; +1 adds the share, −1 removes it.
 
     Raises:
         PosteriorError: the new mean is not finite, or the new precision not positive.
     """
     form = q.form
     n_data = q.n_data
-    downhill = {name: torch.zeros_like(m) for name, m in q.mean.items()}
-    for sign, group in changes:
-        form = form.plus(group.curvature, sign)
-        n_data += sign * group.count
-        downhill = add(downhill, -sign, group.gradient)
+    negative_gradient = {name: torch.zeros_like(m) for name, m in q.mean.items()}
+    for sign, change in changes:
+        form = form.plus(change.curvature, sign)
+        n_data += sign * change.count
+        negative_gradient = add(negative_gradient, -sign, change.gradient)
     form, _ = form.floored(q.prior)
-    mean = add(q.mean, 1.0, form.solve(downhill))
-    if not all(bool(torch.isfinite(m).all()) for m in mean.values()):
+    mean = add(q.mean, 1.0, form.solve(negative_gradient))
+    is_finite = all(bool(torch.isfinite(m).all()) for m in mean.values())
+    if not is_finite:
         raise PosteriorError("the step is not finite: raise prior_precision, or remove fewer")
     return made_of(q, mean, form, n_data=n_data, kind="what_if")

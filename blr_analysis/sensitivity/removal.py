@@ -25,7 +25,7 @@ from blr_analysis.posterior.stationarity import gain, stationarity
 from blr_analysis.posterior.structures import Full, Structure, Tree
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.minimise import Descent
-from blr_analysis.sensitivity.objective import Point, changed, whole
+from blr_analysis.sensitivity.objective import Point, objective_after, whole_objective
 from blr_analysis.task import Task
 
 DENSE = 4096  # parameters; models with more have no curvature matrix
@@ -63,7 +63,7 @@ def descended_removals(
     """Leave out each of these examples, by at most ``passes`` passes over the other examples."""
     outputs: list[Tensor] = []
     lost: list[bool] = []
-    at_mean = whole(task, q.prior).at(dict(q.mean))
+    at_mean = whole_objective(task, q.prior).at(dict(q.mean))
     left_to_train = stationarity(task, q).decrement
     rounding = _relative_rounding(q) * abs(at_mean.value)
     preconditioner: Preconditioner | None = None
@@ -97,7 +97,7 @@ def _descended(
     passes: int,
 ) -> Tree:
     """The weights after a descent without one example, from its objective at ``start``."""
-    objective = changed(task, q.prior, leaving=index)
+    objective = objective_after(task, q.prior, leaving=index)
     descent = Descent(objective, preconditioner.form, start, enough=preconditioner.enough)
     descent.run(passes)
     return descent.point.params

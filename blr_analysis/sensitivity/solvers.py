@@ -35,7 +35,14 @@ from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.progress import BAR_DELAY, announce, duration
 from blr_analysis.recipe import Recipe
 from blr_analysis.sensitivity.minimise import Descent
-from blr_analysis.sensitivity.objective import Objective, Share, changed, share, step, with_labels
+from blr_analysis.sensitivity.objective import (
+    Objective,
+    Share,
+    objective_after,
+    posterior_after,
+    share,
+    with_labels,
+)
 from blr_analysis.sensitivity.other_units import unlike_training
 from blr_analysis.sensitivity.results import WhatIf
 from blr_analysis.sensitivity.solver_endings import ReplayEndings, retraining_note
@@ -238,7 +245,7 @@ class Solvers:
             (sign, replace(share, gradient=zero_gradient))
             for sign, share in shares_of(self.task, self.posterior, change)
         ]
-        return step(self.posterior, curvatures)
+        return posterior_after(self.posterior, curvatures)
 
     def answer(
         self,
@@ -291,7 +298,7 @@ def one_step(solvers: Solvers, change: Change) -> WhatIf:
     differences = []
     posterior = solvers.posterior
     for task, q in solvers.runs:
-        posterior = step(q, shares_of(task, q, change))
+        posterior = posterior_after(q, shares_of(task, q, change))
         before, _ = evaluated(solvers.evaluation_task.holding(q.buffers), q.mean)
         after = solvers.measured({**posterior.mean, **posterior.buffers})
         differences.append(after.losses.double() - before.losses.double())
@@ -525,4 +532,6 @@ def shares_of(task: Task, posterior: Posterior, change: Change) -> list[tuple[in
 def changed_objective(task: Task, posterior: Posterior, change: Change) -> Objective:
     """The objective of the changed data under the posterior's prior."""
     new = None if change.new is None else change.new.with_model(task)
-    return changed(task, posterior.prior, leaving=change.leaving, added=new, labels=change.labels)
+    return objective_after(
+        task, posterior.prior, leaving=change.leaving, added=new, labels=change.labels
+    )

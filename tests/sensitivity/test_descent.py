@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import blr_analysis as blr
 from blr_analysis.sensitivity.minimise import Descent
-from blr_analysis.sensitivity.objective import changed
+from blr_analysis.sensitivity.objective import objective_after
 
 DELTA = 2.0
 
@@ -80,7 +80,7 @@ def test_the_objective_never_rises_and_passes_are_counted(monkeypatch) -> None:
         return run(self, batch, params, indices)
 
     monkeypatch.setattr(blr.Task, "run", counted)
-    data = changed(task, q.prior, leaving=torch.arange(0, 300, 3))
+    data = objective_after(task, q.prior, leaving=torch.arange(0, 300, 3))
     descent = Descent(data, q.form, data.at(dict(q.mean)))
     values = [descent.point.value]
     start = seen
