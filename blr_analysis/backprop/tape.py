@@ -1,10 +1,10 @@
 """What goes into every layer and comes out of it while a model trains.
 
 The gradient of one example's loss is, layer by layer, a function of the layer's inputs and of the
-gradients at its outputs; both pass by in the user's own forward and backward pass. A :class:`Tape`
-notes both: hooks on the layers keep their inputs, hooks on the layers' outputs keep the gradients
-that come back to them. The rules of :mod:`blr_analysis.backprop.layers` turn the two into G_i
-(:func:`terms_of`). Nothing is computed twice, except that layers without a rule are differentiated
+gradients at its outputs. The user's own forward and backward pass computes both, and a
+:class:`Tape` notes them: hooks on the layers store the inputs, hooks on the layers' outputs store
+the gradients that come back to them. The rules of :mod:`blr_analysis.backprop.layers` turn the two
+into G_i (:func:`terms_of`). Only layers without a rule are computed twice: they are differentiated
 by themselves.
 
 A :class:`Reader` decides which passes a tape notes, and is called when one ends. A training's graph
@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any, TypeGuard
 
 import torch
@@ -32,6 +33,11 @@ from blr_analysis.backprop.record import Unit, Visit, hooked, is_plain, without_
 from blr_analysis.backprop.terms import Term, merged
 from blr_analysis.errors import ModelError
 from blr_analysis.half import working
+
+OWN_ROUNDING = 0.6
+"""A gradient may be wrong by eps to this power, relative to its own norm."""
+COMMON_ROUNDING = 0.85
+"""In addition it may be wrong by eps to this power, relative to the largest norm of a gradient."""
 
 Gradients = list[Tensor | None]
 """The gradients at a layer's outputs, one by one; None where no gradient came back."""
@@ -87,9 +93,9 @@ class Pass:
         gradients = iter(
             torch.autograd.grad(outputs, edges, cotangents, retain_graph=True, allow_unused=True)
         )
-        for call in self.calls:
+        for call in self.calls:  # whose hooks have stored this pass's gradients
             call.gradients[:] = [None] * len(call.gradients)
-        return [[next(gradients) for _ in call.edges] for call in self.calls]
+        return [list(islice(gradients, len(call.edges))) for call in self.calls]
 
     @property
     def differentiated(self) -> list[LayerCall]:
@@ -112,8 +118,10 @@ class Pass:
         for same_calls in zip(*(forward.calls for forward in passes), strict=True):
             visits = [call.visit for call in same_calls]
             args, kwargs = _joined_arguments(visits)
-            outputs = list(map(_joined_shapes, *[visit.outputs for visit in visits]))
-            gradients = list(map(_joined_rows, *[call.gradients for call in same_calls]))
+            outputs_by_place = zip(*(visit.outputs for visit in visits), strict=True)
+            gradients_by_place = zip(*(call.gradients for call in same_calls), strict=True)
+            outputs = [_joined_shapes(*same_output) for same_output in outputs_by_place]
+            gradients = [_joined_rows(*same_gradient) for same_gradient in gradients_by_place]
             visit = replace(visits[0], args=args, kwargs=kwargs, outputs=outputs)
             calls.append(LayerCall(visit, [], gradients))
         return cls(sum(forward.batch for forward in passes), calls)
@@ -142,12 +150,14 @@ class Pass:
             outputs: Any = [rows(output) for output in call.visit.outputs]
             visit = replace(call.visit, args=args, kwargs=kwargs, outputs=outputs)
             calls.append(LayerCall(visit, [], [rows(grad) for grad in call.gradients]))
-        return Pass(len(chosen), calls[::-1])
+        calls.reverse()  # into the order of the forward pass
+        return Pass(len(chosen), calls)
 
     def counted(self) -> Tensor:
         """Which examples count in the loss, ``[batch]``: those that a gradient came back to."""
         gradients = [grad for call in self.differentiated for grad in call.gradients]
-        return counted([grad for grad in gradients if _has_rows(grad, self.batch)], self.batch)
+        with_rows = [grad for grad in gradients if _has_rows(grad, self.batch)]
+        return examples_with_gradient(with_rows, self.batch)
 
 
 def _joined_arguments(visits: Sequence[Visit]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -221,7 +231,7 @@ class Tape:
         self.model = model
         self.reader = reader
         self.passes: list[Pass] = []
-        self._current: Pass | None = None
+        self._current: Pass | None = None  # the pass that is being noted
         self._handles: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -297,9 +307,10 @@ class Tape:
         output: Any,
         recomputed: list[LayerCall] | None = None,
     ) -> LayerCall:
-        """The call, with hooks on its outputs.
+        """Note a call of a layer, and put hooks on its outputs.
 
-        ``recomputed``: a list to which the call is added when its first gradient comes back.
+        Args:
+            recomputed: a list to which the call is added when its first gradient comes back.
         """
         if is_plain(args, kwargs):  # walking through a tree takes longer than many a layer
             args = (args[0].detach(),)
@@ -310,7 +321,8 @@ class Tape:
         leaves = leaves_with_gradient(output)
         outputs = [without_numbers(leaf) for leaf in leaves]
         visit = Visit(unit, occurrence=0, args=args, kwargs=kwargs, outputs=outputs, edges=[])
-        visit.versions = [(x, x._version) for x in inputs if not x.is_inference()]
+        with_versions = [tensor for tensor in inputs if not tensor.is_inference()]
+        visit.versions = [(tensor, tensor._version) for tensor in with_versions]
         gradients: Gradients = [None] * len(leaves)
         if recomputed is not None or self.reader.needs_gradients:
             without_graph = LayerCall(visit, [], gradients)
@@ -322,10 +334,12 @@ class Tape:
 def _batch_of(args: Any, kwargs: Any) -> int:
     """The rows of the first tensor that goes into a model; 0 where none has rows."""
     first = args[0] if args else None
-    if isinstance(first, Tensor) and first.ndim:
+    if isinstance(first, Tensor) and first.ndim > 0:  # which spares a walk through a tree
         return first.shape[0]
-    leaves = tree_leaves((args, kwargs))
-    return next((x.shape[0] for x in leaves if isinstance(x, Tensor) and x.ndim), 0)
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and leaf.ndim > 0:
+            return leaf.shape[0]
+    return 0
 
 
 def _receiver(
@@ -358,6 +372,7 @@ def terms_of(
     """G_i of every layer that gradients came back to.
 
     Args:
+        model: the model that the layers belong to.
         calls: the layers' calls.
         gradients: the gradients at the outputs of each call.
         axes_of: a function that finds the examples in a call's inputs and outputs.
@@ -374,7 +389,9 @@ def terms_of(
             continue
         visit = call.visit
         axes = axes_of(visit, call_gradients)
-        columns = _widen(visit, call_gradients, values)
+        dtype = _dtype_of_computation(visit, values)
+        _widen_inputs(visit, dtype)
+        columns = _columns_of(visit, call_gradients, dtype)
         try:
             terms += read(names, values, visit, axes, columns, batch)
         except Exception as error:  # a layer may raise anything when it runs on one example
@@ -400,17 +417,19 @@ def unlike_autograd(
 
     Args:
         gradients: ``p.grad`` by name.
-        outputs: of the layers; how much rounding explains follows from the coarsest dtype.
+        outputs: the outputs of the layers. The coarsest dtype of outputs and gradients says how
+            large a difference rounding explains.
     """
     sums = {name: total for term in terms for name, total in term.sum().items()}
     dtypes = {output.dtype for output in outputs} | {grad.dtype for grad in gradients.values()}
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     norms = {name: float(torch.linalg.vector_norm(g)) for name, g in gradients.items()}
-    largest = max(norms.values())
+    largest_norm = max(norms.values())
     unlike = []
     for name, grad in gradients.items():
         gap = torch.linalg.vector_norm(sums[name].view_as(grad).to(grad.dtype) - grad)
-        if float(gap) > eps**0.6 * norms[name] + eps**0.85 * largest:
+        tolerance = eps**OWN_ROUNDING * norms[name] + eps**COMMON_ROUNDING * largest_norm
+        if float(gap) > tolerance:
             unlike.append(name)
     return unlike
 
@@ -426,36 +445,42 @@ def _has_rows(leaf: Any, batch: int) -> TypeGuard[Tensor]:
     return isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) % batch == 0
 
 
-def counted(grads: Iterable[Tensor], batch: int) -> Tensor:
+def examples_with_gradient(grads: Iterable[Tensor], batch: int) -> Tensor:
     """Which examples have a gradient at a layer's output, ``[batch]``; all where no example has.
 
     An example with ``ignore_index`` has no gradient, and the loss is a mean over the others. With a
     single output an example, all count: there the gradient is also 0 where a logit saturates.
 
-    >>> counted([torch.tensor([[0.0, 0.0], [0.5, -0.5]])], 2)
+    >>> examples_with_gradient([torch.tensor([[0.0, 0.0], [0.5, -0.5]])], 2)
     tensor([False,  True])
     """
     nonzero = torch.zeros(batch, dtype=torch.bool)
     for grad in grads:
         nonzero = (grad != 0).reshape(batch, -1).any(1).to(nonzero.device) | nonzero
-        if bool(nonzero.all()) or grad.numel() == batch:
+        has_single_output = grad.numel() == batch
+        if has_single_output or bool(nonzero.all()):
             return torch.ones_like(nonzero)
-    return nonzero if bool(nonzero.any()) else ~nonzero
+    return nonzero if bool(nonzero.any()) else torch.ones_like(nonzero)
 
 
-def _widen(visit: Visit, gradients: Gradients, values: Mapping[str, Tensor]) -> list[list[Tensor]]:
-    """Convert a call's inputs and its gradients to the dtype of computation.
-
-    Returns:
-        The gradients by output, each a list of one column; zeros where no gradient came back.
-    """
+def _dtype_of_computation(visit: Visit, values: Mapping[str, Tensor]) -> torch.dtype:
+    """The dtype of a layer's parameters, or float32 where that is a half precision."""
     first_name = next(iter(visit.unit.names.values()))
-    widen = partial(_widened, dtype=working(values[first_name].dtype))
+    return working(values[first_name].dtype)
+
+
+def _widen_inputs(visit: Visit, dtype: torch.dtype) -> None:
+    """Convert the inputs of a call to the dtype of computation."""
+    widen = partial(_widened, dtype=dtype)
     visit.args, visit.kwargs = tree_map_only(Tensor, widen, (visit.args, visit.kwargs))
+
+
+def _columns_of(visit: Visit, gradients: Gradients, dtype: torch.dtype) -> list[list[Tensor]]:
+    """The gradient at each output as a list of one column; zeros where no gradient came back."""
     columns = []
     for output, grad in zip(visit.outputs, gradients, strict=True):
         cotangent = torch.zeros_like(output) if grad is None else grad
-        columns.append([widen(cotangent)])
+        columns.append([_widened(cotangent, dtype)])
     return columns
 
 
