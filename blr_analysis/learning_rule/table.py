@@ -1,9 +1,9 @@
 """Table 1: every algorithm as a choice of family, look, curvature and named departures.
 
 Khan & Rue, "The Bayesian Learning Rule", JMLR 2023, Table 1, with Vprop and Vadam (Khan et al.,
-2017 and ICML 2018), IVON (Shen et al., ICML 2024) and bSAM (Möllenhoff & Khan, ICLR 2023). The
-rows that have a ``curvature`` with an estimate, or none, and a ``move`` are run as they stand here
-by :class:`~blr_analysis.learning_rule.optim.RowOptimizer`; ``runs`` names the code of every row.
+2017 and ICML 2018), IVON (Shen et al., ICML 2024) and bSAM (Möllenhoff & Khan, ICLR 2023).
+:class:`~blr_analysis.learning_rule.optim.RowOptimizer` runs the rows for which
+:func:`runs_elementwise` is true, as they stand here; ``runs`` names the code of every row.
 
     >>> adam = row("Adam")
     >>> adam.look.name, adam.curvature.name
@@ -47,7 +47,7 @@ from blr_analysis.learning_rule.expectations import (
 from blr_analysis.learning_rule.moves import Move
 from blr_analysis.views import Tabular
 
-RULE_ROOM = "blr_analysis.learning_rule"
+LEARNING_RULE = "blr_analysis.learning_rule"
 OPTIM = "blr_analysis.learning_rule.optim"
 INFERENCE = "blr_analysis.learning_rule.inference"
 POSTERIOR = "blr_analysis.posterior"
@@ -71,16 +71,16 @@ class Row:
     """One algorithm.
 
     Attributes:
-        algorithm: its name.
-        family: the posterior's.
-        look: where the loss is looked at.
-        curvature: what the Hessian is taken to be.
+        algorithm: the name of the algorithm.
+        family: the family of the posterior.
+        look: the weights at which the loss is evaluated.
+        curvature: the estimate that takes the place of the Hessian.
         move: how the step departs from the rule.
         approximations: all of that in the words of Table 1.
-        section: of Khan & Rue, or another source.
-        analysable: how its posterior comes to sensitivity, leave-one-out and merging; empty
-            where it learns none.
-        runs: the module that runs it.
+        section: the section of Khan & Rue, or another source.
+        analysable: how sensitivity, leave-one-out and merging get the posterior; empty where the
+            algorithm learns none.
+        runs: the module that runs the algorithm.
     """
 
     algorithm: str
@@ -114,23 +114,23 @@ DELTA = "delta method"
 STOCHASTIC = "delta method, stochastic approximation"
 ROOTED = f"{STOCHASTIC}, Hessian approximation, square-root scaling, slow-moving scale vectors"
 ADAPTED = f"{ROOTED}, momentum, bias correction"
-NAMED = f"{OPTIM}.variational"
-ANY_ROW = f"{OPTIM}.row_optimizer"
+VARIATIONAL = f"{OPTIM}.variational"
+ROW_OPTIMIZER = f"{OPTIM}.row_optimizer"
 BINARY = f"{OPTIM}.binary"
 
 # fmt: off
 _ROWS = (
     Row("mirror descent", ANY, EXACTLY, EXACT, RULE,
         "none: the rule, in the expectation parameters",
-        "2.2, Eq. 22", NOT_LEARNED, f"{RULE_ROOM}.mirror"),
+        "2.2, Eq. 22", NOT_LEARNED, f"{LEARNING_RULE}.mirror"),
     Row("natural momentum", ANY, EXACTLY, EXACT, NATURAL_MOMENTUM,
         "none: mirror descent with a momentum of its own geometry",
-        "App. F, Eq. 80", NOT_LEARNED, f"{RULE_ROOM}.moves"),
+        "App. F, Eq. 80", NOT_LEARNED, f"{LEARNING_RULE}.moves"),
     Row("any family, any loss", ANY, AT_SAMPLES, BY_DRAWS, RULE,
         "stochastic approximation of the expectation by draws",
-        "3", NOT_LEARNED, f"{RULE_ROOM}.by_samples"),
+        "3", NOT_LEARNED, f"{LEARNING_RULE}.by_samples"),
     Row("gradient descent", FIXED, AT_MEAN, NO_CURVATURE, L2, DELTA,
-        "1.3.1", LAPLACE, ANY_ROW),
+        "1.3.1", LAPLACE, ROW_OPTIMIZER),
     Row("Newton", FULL, AT_MEAN, EXACT, RULE, DELTA,
         "1.3.2", LAPLACE, f"{OPTIM}.newton"),
     Row("ridge regression", FULL, EXACTLY, EXACT, RULE, "none, learning rate 1",
@@ -139,40 +139,40 @@ _ROWS = (
         f"none of the expectation ({DELTA} by choice); retraction keeps the precisions positive",
         "3.2", NOT_LEARNED, f"{INFERENCE}.functions"),
     Row("SGD", FIXED, AT_MEAN, NO_CURVATURE, L2, STOCHASTIC,
-        "4.1", LAPLACE, ANY_ROW),
+        "4.1", LAPLACE, ROW_OPTIMIZER),
     Row("preconditioned SGD", FIXED, AT_MEAN, FIXED_PRECONDITIONER, PRECONDITIONED,
         f"{STOCHASTIC}, a fixed covariance that is no multiple of I",
         "4.1, Eq. 35", LAPLACE, f"{OPTIM}.preconditioned"),
     Row("SGD with momentum", FIXED, AT_MEAN, NO_CURVATURE, HEAVY_BALL,
-        f"{STOCHASTIC}, natural momentum", "4.1, App. F", LAPLACE, ANY_ROW),
+        f"{STOCHASTIC}, natural momentum", "4.1, App. F", LAPLACE, ROW_OPTIMIZER),
     Row("diagonal online Newton", DIAGONAL, AT_MEAN, EXACT, RULE, STOCHASTIC,
         "4.2, Eqs. 36, 37 and 44", OPTIMIZER, f"{OPTIM}.diagonal_newton"),
     Row("AdaGrad", DIAGONAL, AT_MEAN, SQUARED_GRADIENT, ADAGRAD,
         f"{STOCHASTIC}, Hessian approximation, square-root scaling, no forgetting",
-        "Duchi et al. 2011", OPTIMIZER, ANY_ROW),
+        "Duchi et al. 2011", OPTIMIZER, ROW_OPTIMIZER),
     Row("AdaDelta", DIAGONAL, AT_MEAN, SQUARED_GRADIENT, ADADELTA,
-        f"{ROOTED}, rescaled steps", "4.2; Zeiler 2012", OPTIMIZER, ANY_ROW),
+        f"{ROOTED}, rescaled steps", "4.2; Zeiler 2012", OPTIMIZER, ROW_OPTIMIZER),
     Row("RMSprop", DIAGONAL, AT_MEAN, SQUARED_GRADIENT, ROOT, ROOTED,
-        "4.2", OPTIMIZER, ANY_ROW),
+        "4.2", OPTIMIZER, ROW_OPTIMIZER),
     Row("Adam", DIAGONAL, AT_MEAN, SQUARED_GRADIENT, ADAM, ADAPTED,
-        "4.2, App. F", OPTIMIZER, ANY_ROW),
+        "4.2, App. F", OPTIMIZER, ROW_OPTIMIZER),
     Row("AdamW", DIAGONAL, AT_MEAN, SQUARED_GRADIENT, ADAMW, f"{ADAPTED}, decoupled decay",
-        "4.2, App. F", OPTIMIZER, ANY_ROW),
+        "4.2, App. F", OPTIMIZER, ROW_OPTIMIZER),
     Row("dropout", SPIKED, AT_DROPPED_OUT_MEAN, NO_CURVATURE, L2,
         f"{STOCHASTIC}, responsibility approximation", "4.3", LAPLACE, f"{OPTIM}.dropout"),
     Row("dropout, rate learned", f"{SPIKED} × Bernoulli", AT_DROPPED_OUT_MEAN, NO_CURVATURE, L2,
         f"{STOCHASTIC}, responsibility approximation, relaxed units",
         "4.3; Gal et al. 2017", LAPLACE, f"{OPTIM}.learned_dropout"),
     Row("OGN", DIAGONAL, AT_MEAN, GAUSS_NEWTON, SMOOTH,
-        f"{STOCHASTIC}, Gauss–Newton, no square-root scaling", "4.4", OPTIMIZER, NAMED),
+        f"{STOCHASTIC}, Gauss–Newton, no square-root scaling", "4.4", OPTIMIZER, VARIATIONAL),
     Row("VOGN", DIAGONAL, AT_SAMPLES, GAUSS_NEWTON, SMOOTH,
         "stochastic approximation, Gauss–Newton (OGN without the delta method)",
-        "4.4", OPTIMIZER, NAMED),
+        "4.4", OPTIMIZER, VARIATIONAL),
     Row("Vprop", DIAGONAL, AT_SAMPLES, SQUARED_GRADIENT, Move(power=0.5),
         "stochastic and Hessian approximation, square-root scaling",
-        "Khan et al. 2017", OPTIMIZER, NAMED),
+        "Khan et al. 2017", OPTIMIZER, VARIATIONAL),
     Row("Vadam", DIAGONAL, AT_SAMPLES, SQUARED_GRADIENT, VADAM,
-        "Vprop with momentum and bias correction", "Khan et al. 2018", OPTIMIZER, NAMED),
+        "Vprop with momentum and bias correction", "Khan et al. 2018", OPTIMIZER, VARIATIONAL),
     Row("IVON", DIAGONAL, AT_SAMPLES, PRICE, RETRACTED,
         "stochastic approximation, momentum, retraction keeps the precision positive",
         "Shen et al. 2024", OPTIMIZER, f"{OPTIM}.ivon"),
@@ -253,17 +253,18 @@ ROWS: dict[str, Row] = {row.algorithm: row for row in _ROWS}
 
 
 def row(algorithm: str) -> Row:
-    """The row of this name, in any spelling of its capitals.
+    """The row of this name, in capitals or small letters.
 
     Raises:
-        InputError: there is none.
+        InputError: no row has this name.
 
     >>> row("vogn").section
     '4.4'
     """
-    for name, row in ROWS.items():
-        if isinstance(algorithm, str) and name.lower() == algorithm.lower():
-            return row
+    lowercase = str(algorithm).lower()
+    for name in ROWS:
+        if name.lower() == lowercase:
+            return ROWS[name]
     raise InputError(f"no row is called {algorithm!r}; there are {', '.join(ROWS)}")
 
 
@@ -277,9 +278,9 @@ class Table1(Tabular):
 def table1() -> Any:
     """Table 1 as a DataFrame, one row per algorithm.
 
-    Columns: algorithm, family, loss (where it is looked at), hessian, departures, approximations,
-    section, analysable, through (what hands the posterior over), runs
-    (:func:`blr_analysis.tables.rule_table` says more).
+    The columns are algorithm, family, loss (where it is evaluated), hessian, departures,
+    approximations, section, analysable, through (the call that returns the posterior) and runs; see
+    :func:`blr_analysis.tables.rule_table`.
 
     >>> table1().set_index("algorithm").loc["VOGN", "hessian"]
     'Gauss–Newton: sum of squared gradients'
