@@ -21,13 +21,17 @@ from blr_analysis.posterior.posterior import Posterior
 DEFAULT_BETA2 = 0.99999
 DEFAULT_DECAY = 1e-4
 WIDEST = 0.05
-"""With ``steps``: the standard deviation of q where the data say nothing, at most."""
+"""With ``steps``: the largest standard deviation of q, reached where the data say nothing."""
+FEWEST_FOLDS = 1.0
+MOST_FOLDS = 5.0
+"""With ``steps``: h forgets its start by a factor e^c, with c between these two."""
 LONGEST_STEP = 0.05
-"""With ``steps``: how far a step moves a weight at most."""
+"""With ``steps``: the largest distance by which a step moves a weight."""
 FIRST_RELATIVE_WIDTH = 0.05
+"""With ``hess_init="weights"``: the largest standard deviation of q before the first step, divided
+by the size of the weights."""
 WIDEST_RELATIVE = 0.15
-"""With ``hess_init="weights"``: the standard deviation of q over the size of the weights, at first
-and where the data say nothing."""
+"""With ``hess_init="weights"``: :data:`WIDEST`, divided by the size of the weights."""
 CURVATURES = {"price": PRICE, "gradsq": SQUARED_TIMES_ESS, "fisher": FISHER}
 
 
@@ -39,21 +43,37 @@ def size_of(groups: list[dict[str, Any]]) -> float:
     """
     tensors = [p.detach() for group in groups for p in group["params"]]
     weights = [p for p in tensors if p.ndim > 1] or tensors
-    squares = sum(float(p.double().square().sum()) for p in weights)
-    if not squares:
+    sum_of_squares = sum(float(p.double().square().sum()) for p in weights)
+    if sum_of_squares == 0:
         raise InputError('hess_init="weights" goes by weights that are trained; these are all 0')
-    return math.sqrt(squares / sum(p.numel() for p in weights))
+    return math.sqrt(sum_of_squares / sum(p.numel() for p in weights))
+
+
+def hess_init_for(size: float, ess: float) -> float:
+    """The ``hess_init`` with which the first draws differ from the weights by 5 % at most.
+
+    The standard deviation of the first draws is about (ess · hess_init)^−½.
+
+    Args:
+        size: the size of the weights; see :func:`size_of`.
+
+    Returns:
+        1, or more.
+    """
+    width = FIRST_RELATIVE_WIDTH * size
+    return max(1.0, 1 / (ess * width**2))
 
 
 def beta2_for(
-    steps: int | None, ess: float, hess_init: float = 1.0, broad: float = WIDEST
+    steps: int | None, ess: float, hess_init: float = 1.0, widest: float = WIDEST
 ) -> float:
     r"""The β₂ with which h forgets its start in ``steps``: 1 − β₂ = c / steps leaves e^−c of it.
 
-    The larger c, the more does h depend on the data. But where the data say nothing h falls to
+    The larger c is, the more h depends on the data. But where the data say nothing h falls to
     hess_init·e^−c, and the standard deviation of the draws grows to (ess · hess_init · e^−c)^−½. It
-    must stay below ``broad``, which is smaller than the weights: c = log(ess · hess_init · broad²),
-    and from 1 to 5 in any case. The relative error of the estimate of h is √(c / (2 · epochs)).
+    is to stay below ``widest``, which is smaller than the weights: c = log(ess · hess_init ·
+    widest²), but at least 1 and at most 5. The relative error of the estimate of h is
+    √(c / (2 · epochs)).
 
     Raises:
         InputError: ``steps`` is no positive whole number.
@@ -64,24 +84,32 @@ def beta2_for(
     """
     if steps is None:
         return DEFAULT_BETA2
-    c = math.log(float(ess) * float(hess_init) * broad**2)
-    return 1 - min(max(c, 1.0), 5.0, positive_int("steps", steps)) / steps
+    n_steps = positive_int("steps", steps)
+    c = math.log(float(ess) * float(hess_init) * widest**2)
+    c = min(max(c, FEWEST_FOLDS), MOST_FOLDS, n_steps)
+    return 1 - c / n_steps
 
 
-def radius_for(
-    steps: int | None, lr: float, hess_init: float = 1.0, weight_decay: float = 0.0
-) -> float:
-    """The ``clip_radius`` with which a step of lr · (hess_init + weight_decay) is at most 0.05.
+def radius_for(steps: int | None, first_lr: float) -> float:
+    """The ``clip_radius`` with which no step moves a weight by more than 0.05.
 
     Where h of a weight falls faster than its gradient, its steps grow without bound. With the bound
     a larger ``lr`` can be used, with which the other weights learn faster.
 
+    Args:
+        first_lr: the factor of the clipped step at the start: ``lr``, or lr · (hess_init +
+            weight_decay) with ``rescale_lr``.
+
+    Returns:
+        ∞ without ``steps``.
+
     Example:
-        >>> radius_for(1000, lr=20.0), radius_for(None, lr=20.0)
+        >>> radius_for(1000, 20.0), radius_for(None, 20.0)
         (0.0025, inf)
     """
-    first_lr = float(lr) * (float(hess_init) + float(weight_decay))
-    return LONGEST_STEP / first_lr if steps is not None and first_lr else math.inf
+    if steps is None or first_lr == 0:
+        return math.inf
+    return LONGEST_STEP / first_lr
 
 
 class IVON(RowOptimizer):
@@ -238,7 +266,7 @@ class IVON(RowOptimizer):
             params = groups_of(params)
             size = size_of(params)
             widest = WIDEST_RELATIVE * size
-            hess_init = max(1.0, 1 / (ess * (FIRST_RELATIVE_WIDTH * size) ** 2))
+            hess_init = hess_init_for(size, ess)
         check_setting("hess_init", hess_init, self._ranges["hess_init"])
         earlier = None
         first_decay = weight_decay
@@ -247,14 +275,13 @@ class IVON(RowOptimizer):
             earlier = WeightPrior.read(prior, params)
             first_decay = earlier.decay([*earlier.mean], ess, hess_init)
             if weight_decay == DEFAULT_DECAY:
-                weight_decay = 0.0
+                weight_decay = 0.0  # the prior takes its place
         if beta2 == DEFAULT_BETA2:
             beta2 = beta2_for(steps, ess, hess_init, widest)
-        if clip_radius == math.inf and rescale_lr:
-            clip_radius = radius_for(steps, lr, hess_init, first_decay)
-        elif clip_radius == math.inf:
-            clip_radius = radius_for(steps, lr)
-        self.steps = steps  # a recipe looks it up
+        if clip_radius == math.inf:
+            factor = float(hess_init) + float(first_decay) if rescale_lr else 1.0
+            clip_radius = radius_for(steps, float(lr) * factor)
+        self.steps = steps  # which a recipe reads
         self._set_up(
             ROWS["IVON"],
             params,
@@ -279,12 +306,12 @@ class IVON(RowOptimizer):
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
-        first = self.param_groups[0]["hess_approx"]
-        if one_of("hess_approx", group["hess_approx"], tuple(CURVATURES)) != first:
+        hess_approx = one_of("hess_approx", group["hess_approx"], tuple(CURVATURES))
+        if hess_approx != self.param_groups[0]["hess_approx"]:
             raise InputError("hess_approx is the same for all groups")
         if group.get("batch_size") is not None:
             positive_int("batch_size", group["batch_size"])
-        elif first == "fisher":
+        elif hess_approx == "fisher":
             raise InputError('hess_approx="fisher" needs batch_size, the examples of a step')
 
     def _law(self, group: Group) -> Law:
