@@ -1,10 +1,10 @@
 """What each optimizer's state says about curvature: one row per optimizer.
 
-Two families. Optimizers that learn a posterior (IVON, VOGN, OGN, Vadam, Vprop, bSAM) keep a
-Hessian estimate h and know their own scale: S = ess·(h + weight_decay). Optimizers that only
-keep a second moment v of the minibatch-mean gradients (Adam and its relatives) are read as v̂,
-corrected for the bias of its start at zero; the caller supplies the scale. h is corrected for its
-start as well (:mod:`blr_analysis.posterior.capture.learned`).
+There are two families. Optimizers that learn a posterior (IVON, VOGN, OGN, Vadam, Vprop, bSAM)
+store a Hessian estimate h and its scale: S = ess·(h + weight_decay). Adam and its relatives store
+only a second moment v of the minibatch-mean gradients. It is read as v̂, without the bias of its
+start at zero, and the caller gives the scale. h is corrected for its start as well
+(:mod:`blr_analysis.posterior.capture.learned`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ADVICE = "fit_laplace fits a posterior after any training"
 
 @dataclass(frozen=True)
 class Slot:
-    """One trainable parameter: its name, its value, and what the optimizer holds about it."""
+    """One trainable parameter: its name, its value, and its state and group in the optimizer."""
 
     name: str
     value: Tensor
@@ -36,7 +36,11 @@ class Slot:
 
 
 def steps(state: State, group: State) -> float:
-    """The number of steps taken, counted per parameter or per group."""
+    """How many steps the optimizer took, as the parameter's state or its group counts them.
+
+    Raises:
+        OptimizerError: neither counts steps.
+    """
     count = state.get("step", group.get("step"))
     if count is None:
         entries = sorted(state)
@@ -45,7 +49,7 @@ def steps(state: State, group: State) -> float:
 
 
 def beta2(group: State) -> float | None:
-    """How slowly the second moment forgets."""
+    """β₂, the weight of the old second moment in each step; None where the group has none."""
     factor = group.get("beta2", group.get("alpha"))
     if "betas" in group:
         factor = group["betas"][1]
@@ -61,12 +65,12 @@ def is_flat(group: State) -> bool:
 def split_flat(
     group: State, shapes: Sequence[torch.Size], taken_steps: float | None
 ) -> list[dict[str, Any]]:
-    """The state of each parameter of a flat group, which has them in the group's order.
+    """The state of each parameter of a flat group.
 
     Args:
-        group: for which :func:`is_flat` holds.
-        shapes: of the parameters.
-        taken_steps: how many steps were taken; None: nobody counted (a saved state).
+        group: a group for which :func:`is_flat` is true.
+        shapes: the shapes of the parameters, in the group's order.
+        taken_steps: how many steps the optimizer took; None where nobody counted (a saved state).
 
     Raises:
         OptimizerError: the vector is longer or shorter than the parameters.
@@ -79,8 +83,8 @@ def split_flat(
             "pass the model that it trained"
         )
     if taken_steps is None:
-        is_as_it_began = bool((vector == float(group["hess_init"])).all())
-        taken_steps = 0.0 if is_as_it_began else nan
+        is_at_start = bool((vector == float(group["hess_init"])).all())
+        taken_steps = 0.0 if is_at_start else nan
     parts = vector.split(sizes)
     return [
         {"hess": part.view(shape), "step": taken_steps}
@@ -89,17 +93,17 @@ def split_flat(
 
 
 def _mean(key: str) -> Callable[[State, State], Tensor]:
-    """A running mean that started at 0, without the bias of that."""
+    """A function that reads a running mean and takes off the bias of its start at 0."""
 
     def unbiased(state: State, group: State) -> Tensor:
-        weight_of_start = (beta2(group) or 0.0) ** steps(state, group)
-        return state[key] / (1 - weight_of_start)
+        start_weight = (beta2(group) or 0.0) ** steps(state, group)
+        return state[key] / (1 - start_weight)
 
     return unbiased
 
 
 def _sum(key: str, start: str) -> Callable[[State, State], Tensor]:
-    """A sum of squares, as their mean."""
+    """A function that reads a sum of squares, which began at ``start``, as their mean."""
 
     def mean(state: State, group: State) -> Tensor:
         total = state[key] - float(group.get(start, 0.0))
@@ -113,12 +117,14 @@ class Reader:
     """How one optimizer's state is read.
 
     Attributes:
-        kind: recorded in the posterior, e.g. ``"adam_v"``.
+        kind: the kind of estimate that the posterior's record names, e.g. ``"adam_v"``.
         key: the entry of the parameter's state that holds h or v.
-        estimate: (state, group) → h or v̂, shaped as the parameter.
-        classes: names of the optimizers, or of their base classes.
-        option: of a group, by which a saved state, which does not name its optimizer, is known.
-        scaled: the optimizer learns a posterior and its groups hold ``ess`` and ``weight_decay``.
+        estimate: a function (state, group) → h or v̂, shaped as the parameter.
+        classes: the names of the optimizers, or of their base classes.
+        option: an option of the optimizer's groups. A saved state does not name its optimizer and
+            is recognised by this option.
+        scaled: whether the optimizer learns a posterior, so that its groups hold ``ess`` and
+            ``weight_decay``.
     """
 
     kind: str
@@ -140,7 +146,7 @@ def weight_of_start(state: State, group: State) -> float:
 
 
 def has_weight_of_start(state: State, group: State) -> bool:
-    """Whether the start can be taken off: its weight is known, and the estimates have some too."""
+    """Whether the start can be taken off h: its weight is known, and is not all of the weight."""
     weight = weight_of_start(state, group)
     return "hess_init" in group and not isnan(weight) and weight < 1
 
@@ -165,9 +171,9 @@ READERS = (
 
 
 def _without_start_bias(state: State, group: State) -> Tensor:
-    """A running mean; where it started at 0, without the bias of that."""
-    has_start = bool(group["hess_init"])
-    return state["hess"] if has_start else _mean("hess")(state, group)
+    """A running mean, without the bias of its start where it started at 0."""
+    started_at_zero = not group["hess_init"]
+    return _mean("hess")(state, group) if started_at_zero else state["hess"]
 
 
 SQUARED_GRADIENTS = Reader("adam_v", "hess", _without_start_bias)
@@ -181,14 +187,14 @@ ROWS: dict[str, Reader] = {
     "RMSprop": replace(SQUARED_GRADIENTS, kind="rmsprop_v"),
     "AdaGrad": Reader("adagrad_v", "hess", _sum("hess", "hess_init")),
 }
-"""By the row of the Bayesian learning rule that an optimizer's groups say they run."""
+"""The readers of this package's own optimizers, whose groups name the algorithm that they run."""
 
 
 def reader_of(optimizer: Optimizer) -> Reader:
-    """The row for a live optimizer.
+    """The reader for an optimizer that is in memory.
 
     Raises:
-        OptimizerError: the optimizer keeps no precision, or none that is known here.
+        OptimizerError: the optimizer stores no precision, or none that is known here.
     """
     return reader_of_saved(optimizer.state.values(), optimizer.param_groups, type(optimizer))
 
@@ -196,7 +202,11 @@ def reader_of(optimizer: Optimizer) -> Reader:
 def reader_of_saved(
     states: Iterable[State], groups: Sequence[State], kind: type | None = None
 ) -> Reader:
-    """The row for a saved state, which does not name its optimizer: by the entries it holds.
+    """The reader for the states and groups of an optimizer.
+
+    Args:
+        kind: the optimizer's class; None for a saved state, which does not name it and is
+            recognised by the options of its groups.
 
     Raises:
         OptimizerError: the state is empty, or its entries are of no known optimizer.
@@ -204,20 +214,20 @@ def reader_of_saved(
     entries = {key for state in states if isinstance(state, Mapping) for key in state}
     if any(map(is_flat, groups)):
         entries.add("hess")
-    options = {key for group in groups for key in group}
     if entries or kind:
-        row_reader = _of_row(groups)
+        row_reader = _reader_of_row(groups)
         if row_reader is not None:
             return row_reader
-    bases: set[str] = set()
+    options = {key for group in groups for key in group}
+    classes: set[str] = set()
     if kind:
-        bases = {base.__name__ for base in kind.__mro__}
+        classes = {base.__name__ for base in kind.__mro__}
     has_not_stepped = kind is not None and not entries
     for reader in READERS:
-        matches = bool(bases & set(reader.classes)) if kind else reader.option in options
+        matches = bool(classes & set(reader.classes)) if kind else reader.option in options
         if matches and (reader.key in entries or has_not_stepped):
             return reader
-    is_sgd = "SGD" in bases if kind else "dampening" in options
+    is_sgd = "SGD" in classes if kind else "dampening" in options
     if is_sgd:
         raise OptimizerError(f"SGD keeps no precision: {ADVICE}")
     if not entries and not kind:
@@ -228,8 +238,12 @@ def reader_of_saved(
     )
 
 
-def _of_row(groups: Sequence[State]) -> Reader | None:
-    """The row that the groups name; None where they name none."""
+def _reader_of_row(groups: Sequence[State]) -> Reader | None:
+    """The reader for the algorithm that the groups name; None where they name none.
+
+    Raises:
+        OptimizerError: the algorithm stores no diagonal precision.
+    """
     names = {str(group["algorithm"]) for group in groups if "algorithm" in group}
     if len(names) == 1:
         reader = ROWS.get(next(iter(names)))
