@@ -111,7 +111,8 @@ class Range(NamedTuple):
 class Pieces:
     """The checksums of a tensor's pieces, which threads read in any order, until all are there.
 
-    Where a piece overlaps a range of bytes that was read before, the range is forgotten.
+    A piece that is read again counts once, and must have the same bytes. A range that was read is
+    forgotten where a piece of another length overlaps it.
 
     Args:
         expected: the checksum of the whole tensor.
@@ -122,15 +123,22 @@ class Pieces:
         self.expected = expected
         self._nbytes = nbytes
         self._lock = threading.Lock()
-        self._ranges: list[Range] = []  # without overlaps
+        self._ranges: list[Range] = []  # what was read, without overlaps
+        self._digests: dict[tuple[int, int], str] = {}  # of the pieces in these ranges
 
     def add(self, part: Checksum, start: int, end: int) -> bool:
         """Add the bytes from ``start`` to ``end``, whose checksum is ``part``.
 
         Returns:
-            False if all pieces are there and their checksum is wrong; True in any other case.
+            False if the piece was read before with other bytes, or if all pieces are there and
+            their checksum is wrong; True in any other case.
         """
+        digest = part.hexdigest()
         with self._lock:
+            if (start, end) in self._digests:
+                return self._digests[start, end] == digest
+            self._forget_overlaps(start, end)
+            self._digests[start, end] = digest
             self._ranges = _with_range(self._ranges, Range(start, end, part))
             nbytes_read = sum(span.end - span.start for span in self._ranges)
             if nbytes_read < self._nbytes:
@@ -139,22 +147,31 @@ class Pieces:
             for span in self._ranges:
                 total.join(span.checksum)
             self._ranges = []
+            self._digests = {}
             return total.hexdigest() == self.expected
+
+    def _forget_overlaps(self, start: int, end: int) -> None:
+        """Forget the ranges that have bytes between ``start`` and ``end``, and their pieces."""
+        for span in self._ranges:
+            overlaps = span.start < end and start < span.end
+            if overlaps:
+                self._ranges = [other for other in self._ranges if other is not span]
+                self._digests = {
+                    (first, last): digest
+                    for (first, last), digest in self._digests.items()
+                    if last <= span.start or span.end <= first
+                }
 
 
 def _with_range(ranges: Sequence[Range], latest: Range) -> list[Range]:
-    """The ranges with the latest one, which is joined to the range that it continues.
-
-    Ranges that overlap the latest one are left out.
-    """
+    """The ranges with the latest one, which is joined to the range that it continues."""
     separate = []
     for earlier in ranges:
         is_continued = earlier.end == latest.start
-        overlaps = earlier.start < latest.end and latest.start < earlier.end
         if is_continued:
             latest.checksum.join(earlier.checksum)
             latest = Range(earlier.start, latest.end, latest.checksum)
-        elif not overlaps:
+        else:
             separate.append(earlier)
     return [*separate, latest]
 

@@ -277,6 +277,11 @@ def test_pieces_of_a_tensor_are_compared_when_all_were_read(tmp_path: Path) -> N
             read(*piece)
         with pytest.raises(StorageError, match="damaged"):
             read(*pieces[-1])
+    source = Folder.open(file)
+    for piece in pieces[:-1]:  # by two readers in turn
+        assert torch.equal(read(*piece), read(*piece))
+    with pytest.raises(StorageError, match="damaged"):
+        read(*pieces[-1])
     save_file({"w": values}, file)
     source = Folder.open(file)
     assert torch.equal(torch.cat([read(0, 1), read(1, 4096)]), values)
