@@ -105,7 +105,8 @@ def _stacked_at_once(
         product_numbers = min(CACHED_NUMBERS, max_numbers)
     size = product_numbers // last[:, :, 0].numel()
     if is_converted or begins_with_grads:
-        size = min(size, max_numbers // u[0].numel())
+        numbers_of_one = u.shape[1:].numel()  # the stack itself may be empty
+        size = min(size, max_numbers // numbers_of_one)
     return size
 
 

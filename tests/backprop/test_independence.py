@@ -21,11 +21,12 @@ REFUSED = "output changes with its batch"
 def sentences(lengths: list[int]) -> DataLoader:
     """Words by number, each batch padded with zeros to its longest sentence."""
     source = torch.Generator().manual_seed(0)
-    rows = [(torch.randint(1, 6, (t,), generator=source), i % 2) for i, t in enumerate(lengths)]
+    sentences = [torch.randint(1, 6, (length,), generator=source) for length in lengths]
+    rows = [(words, number % 2) for number, words in enumerate(sentences)]
 
-    def collate(items: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
-        words = nn.utils.rnn.pad_sequence([words for words, _ in items], batch_first=True)
-        return words, torch.tensor([label for _, label in items])
+    def collate(batch: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+        words, labels = zip(*batch, strict=True)
+        return nn.utils.rnn.pad_sequence(words, batch_first=True), torch.tensor(labels)
 
     return DataLoader(rows, collate_fn=collate, batch_size=4)
 
@@ -36,7 +37,8 @@ def mean_over_all(m: Any, words: Tensor) -> Tensor:
 
 def mean_over_words(m: Any, words: Tensor) -> Tensor:
     mask = (words > 0).unsqueeze(-1).to(m.words.weight.dtype)
-    return m.out((torch.tanh(m.words(words)) * mask).sum(1) / mask.sum(1))
+    hidden = torch.tanh(m.words(words)) * mask
+    return m.out(hidden.sum(1) / mask.sum(1))
 
 
 def reader(call: Callable[..., Tensor], lengths: list[int]) -> Task:
@@ -72,8 +74,8 @@ def network(depth: int, mixed: float = 0.0) -> nn.Module:
     """Layers of 64, and the batch's mean output as a small part of each."""
 
     def call(m: Any, x: Tensor) -> Tensor:
-        out = m.layers(x)
-        return out + mixed * (out.mean(0) - out)
+        outputs = m.layers(x)
+        return outputs + mixed * (outputs.mean(0) - outputs)
 
     layers: list[nn.Module] = []
     for _ in range(depth):
@@ -98,9 +100,13 @@ def test_small_mixing_is_refused(mixed: float, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("holder", [0, 20, 39])
 def test_a_scale_by_the_largest_number_of_a_batch_is_refused(holder: int) -> None:
     """Whichever example of the probe holds it."""
+
+    def call(m: Any, x: Tensor) -> Tensor:
+        return m.out(x / x.abs().max())
+
     with seeded(0):
-        model = Graph(lambda m, x: m.out(x / x.abs().max()), out=nn.Linear(64, 3)).eval()
-    task = task_with(model, torch.float32)
+        model = Graph(call, out=nn.Linear(64, 3))
+    task = task_with(model.eval(), torch.float32)
     task.dataset.tensors[0][holder] *= 10
     with pytest.raises(ModelError, match=REFUSED):
         plan_for(task, task.parameters())
@@ -119,7 +125,9 @@ def test_sums_of_an_example_in_another_order_are_no_mixing() -> None:
 
     def call(m: Any, x: Tensor) -> Tensor:
         order = torch.arange(x.shape[1]).roll(len(x))
-        return m.out((m.layer(x)[:, order] * 1e3).cumsum(1)[:, -1:] / 1e3)
+        numbers = m.layer(x)[:, order] * 1e3
+        sums = numbers.cumsum(1)[:, -1:]
+        return m.out(sums / 1e3)
 
     with seeded(0):
         model = Graph(call, layer=nn.Linear(64, 4096), out=nn.Linear(1, 3)).eval()

@@ -51,20 +51,20 @@ def test_every_format_says_the_same(kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"d.{kind}"
     spaces = " " if kind == "tsv" else "\t"
     WRITERS[kind](pd.DataFrame({"other": 1, "text": TEXTS, "label": LABELS}), path)
-    table, where = data.read_rows(path)
-    assert data.text_columns(table, where, None) == ("text",)
+    table, file = data.read_rows(path)
+    assert data.text_columns(table, file, None) == ("text",)
     assert table["text"].tolist() == [t.replace("\t", spaces) for t in TEXTS]
-    label = data.label_column(table, where, None)
-    assert data.class_indices(table[label].tolist(), data.places_of(table, where), {}, 3) == LABELS
+    label = data.label_column(table, file, None)
+    assert data.class_indices(table[label].tolist(), data.places_of(table, file), {}, 3) == LABELS
 
 
 def test_texts_stand_as_they_are(tmp_path: Path) -> None:
-    table, where = data.read_rows(written(tmp_path / "d.txt", "one\n\n  \n two \n"))
+    table, file = data.read_rows(written(tmp_path / "d.txt", "one\n\n  \n two \n"))
     assert table["text"].tolist() == ["one", " two "]
-    assert data.places_of(table, where)[1].startswith("line 4 of")
-    table, where = data.read_rows(written(tmp_path / "d.csv", 'text,label\n"a\nb",0\nc,1\n'))
+    assert data.places_of(table, file)[1].startswith("line 4 of")
+    table, file = data.read_rows(written(tmp_path / "d.csv", 'text,label\n"a\nb",0\nc,1\n'))
     assert table["text"].tolist() == ["a\nb", "c"]
-    assert data.places_of(table, where)[1].startswith("row 2 of")
+    assert data.places_of(table, file)[1].startswith("row 2 of")
     dated = '{"text": "a", "date": "2020-01-01", "timestamp": 1600000000}\n'
     table, _ = data.read_rows(written(tmp_path / "d.jsonl", dated))
     assert table.iloc[0].tolist() == ["a", "2020-01-01", 1600000000]
@@ -84,30 +84,30 @@ def test_columns_by_their_usual_names_and_by_hand() -> None:
 
 def test_labels_by_name_and_number() -> None:
     names = {"neg": 0, "mid": 1, "pos": 2, "2": 0}
-    given = ["pos", 1, "1", 2.0, " 0 ", "2"]  # a name of the model's comes before a number
-    assert data.class_indices(given, [""] * 6, names, 3) == [2, 1, 1, 2, 0, 0]
+    labels = ["pos", 1, "1", 2.0, " 0 ", "2"]  # a name of the model's comes before a number
+    assert data.class_indices(labels, [""] * 6, names, 3) == [2, 1, 1, 2, 0, 0]
     for label in (3, -1, 1.5, True, None, "Pos", "", "¹", float("nan"), float("inf"), [1]):
         with pytest.raises(DataError, match=r"line 2 .*label .*0 … 2 .*'pos'"):
             data.class_indices([0, label], ["line 1", "line 2"], {"pos": 2}, 3)
 
 
-def tokens_of(model: Path, path: Path, labelled: bool = False, most: int = 16) -> Tokens:
-    table, where = data.read_rows(path)
+def tokens_of(model: Path, path: Path, labelled: bool = False, longest: int = 16) -> Tokens:
+    table, file = data.read_rows(path)
     labels = None
     if labelled:
-        given = table[data.label_column(table, where, None)].tolist()
-        labels = data.class_indices(given, data.places_of(table, where), {}, 12)
-    return read_tokens(load_model(model), table, where, None, most, labels).tokens
+        column = table[data.label_column(table, file, None)].tolist()
+        labels = data.class_indices(column, data.places_of(table, file), {}, 12)
+    return read_tokens(load_model(model), table, file, None, longest, labels).tokens
 
 
 def test_rows_are_padded_and_masked(bert: Path, tmp_path: Path) -> None:
     texts = tiny.sentences(12, low=1, high=20)
     rows = [{"text": t, "label": k} for k, t in enumerate(texts)]
     path = written(tmp_path / "d.jsonl", "\n".join(map(json.dumps, rows)))
-    encoded = tokens_of(bert, path, labelled=True, most=10)
+    encoded = tokens_of(bert, path, labelled=True, longest=10)
     assert encoded.cut == sum(len(t.split()) + 2 > 10 for t in texts) > 0
-    how = {"truncation": True, "max_length": 10, "padding": True, "return_tensors": "pt"}
-    expected = tiny.tokenizer()(texts, **how)
+    options = {"truncation": True, "max_length": 10, "padding": True, "return_tensors": "pt"}
+    expected = tiny.tokenizer()(texts, **options)
     batch = encoded.collate(encoded.rows)
     assert batch.pop("labels").tolist() == list(range(12))
     assert batch.keys() == expected.keys()
@@ -124,8 +124,8 @@ def test_a_model_is_loaded_as_its_files_hold_it_and_in_eval_mode(tmp_path: Path)
     loaded = load_model(place)
     assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
     assert not any(m.training for m in loaded.model.modules())
-    told = (loaded.task, loaded.likelihood, loaded.longest)
-    assert told == ("classification", "categorical", 16)
+    facts = (loaded.task, loaded.likelihood, loaded.longest)
+    assert facts == ("classification", "categorical", 16)
 
 
 BROKEN: list[tuple[str, str | bytes | None, type[BLRError], str]] = [
@@ -164,9 +164,9 @@ def test_broken_files_are_named(
     assert name in str(caught.value)
 
 
-def _config(place: Path, **more: object) -> None:
+def _config(place: Path, **fields: object) -> None:
     path = place / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
 def _no_head(place: Path) -> None:

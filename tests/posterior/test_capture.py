@@ -53,9 +53,10 @@ def gradients(model: nn.Module, seed: int = 0) -> Tree:
     return {n: g / (1 + 3 * seed) for n, g in drawn.items()}
 
 
-def step(optimizer: Any, model: nn.Module, given: Tree) -> None:
+def step(optimizer: Any, model: nn.Module, gradients_by_name: Tree) -> None:
     for n, p in model.named_parameters():
-        p.grad = given[n].to(p.dtype) if n in given and p.requires_grad else None
+        has_gradient = n in gradients_by_name and p.requires_grad
+        p.grad = gradients_by_name[n].to(p.dtype) if has_gradient else None
     optimizer.step()
 
 
@@ -87,7 +88,7 @@ class CaptureContract:
     """What every optimizer's posterior promises; a member is how it is made, its kind, and what its
     S is made of."""
 
-    told: ClassVar[dict[str, Any]]  # what it does not know itself
+    assumed: ClassVar[dict[str, Any]]  # what it does not know itself
 
     def make(self, member: Any, groups: Any, model: nn.Module) -> Any:
         raise NotImplementedError
@@ -109,16 +110,16 @@ class CaptureContract:
     def test_live_and_saved_are_the_definition(self, member: Any, groups: Any, tmp_path) -> None:
         model, optimizer = self.trained(member, groups)
         truth = self.expected(member, optimizer, model)
-        q = Posterior.from_optimizer(optimizer, model, **self.told)
+        q = Posterior.from_optimizer(optimizer, model, **self.assumed)
         torch.save(optimizer.state_dict(), tmp_path / "state.pt")
         order = [
             n
             for g in optimizer.param_groups
             for p in g["params"]
-            for n, own in model.named_parameters()
-            if own is p
+            for n, parameter in model.named_parameters()
+            if parameter is p
         ]
-        saved = Posterior.from_checkpoint(tmp_path / "state.pt", model, names=order, **self.told)
+        saved = Posterior.from_checkpoint(tmp_path / "state.pt", model, names=order, **self.assumed)
         for name, p in model.named_parameters():
             torch.testing.assert_close(q.precision(name), truth[name], rtol=1e-6, atol=0)
             assert torch.equal(saved.precision(name), q.precision(name))
@@ -140,27 +141,28 @@ class CaptureContract:
         ]
         optimizer = self.make(member, groups, model)
         self.train(optimizer, model)
-        q = Posterior.from_optimizer(optimizer, model, **self.told)
+        q = Posterior.from_optimizer(optimizer, model, **self.assumed)
         assert list(q.mean) == ["idle", "first.weight", "last.weight", "last.bias"]
         assert q.record["never_updated"] == ["idle"]
         assert q.record["frozen"] == ["first.bias"]
         assert q.record["not_in_optimizer"] == ["norm.weight", "norm.bias"]
-        prior = torch.full_like(model.idle, self.told.get("prior_precision", N * DECAY))
+        prior = torch.full_like(model.idle, self.assumed.get("prior_precision", N * DECAY))
         torch.testing.assert_close(q.precision("idle"), prior)
 
     def test_it_does_not_follow_further_training(self, member: Any) -> None:
         model, optimizer = self.trained(member, lambda m: m.parameters())
-        q = Posterior.from_optimizer(optimizer, model, **self.told)
-        kept = q.mean["first.weight"].clone(), q.precision("first.weight").clone()
+        q = Posterior.from_optimizer(optimizer, model, **self.assumed)
+        mean = q.mean["first.weight"].clone()
+        precision = q.precision("first.weight").clone()
         self.train(optimizer, model)
-        assert torch.equal(q.mean["first.weight"], kept[0])
-        assert torch.equal(q.precision("first.weight"), kept[1])
+        assert torch.equal(q.mean["first.weight"], mean)
+        assert torch.equal(q.precision("first.weight"), precision)
 
     def test_one_that_has_not_stepped_is_refused(self, member: Any) -> None:
         model = net()
         with pytest.raises(OptimizerError, match="has not stepped"):
             Posterior.from_optimizer(
-                self.make(member, model.parameters(), model), model, **self.told
+                self.make(member, model.parameters(), model), model, **self.assumed
             )
 
 
@@ -183,7 +185,7 @@ SECOND_MOMENTS: dict[str, tuple[Callable[[Any], Any], str, float]] = {
 class TestSecondMoments(CaptureContract):
     """S = N √v̂ + δ, v̂ the mean of squared gradients with the weights of the definition."""
 
-    told: ClassVar[dict[str, Any]] = {"n_data": N, "prior_precision": DELTA}
+    assumed: ClassVar[dict[str, Any]] = {"n_data": N, "prior_precision": DELTA}
 
     @pytest.fixture(params=SECOND_MOMENTS)
     def member(self, request: pytest.FixtureRequest) -> Any:
@@ -210,8 +212,9 @@ class TestSecondMoments(CaptureContract):
 
     def test_squared(self, member: Any) -> None:
         model, optimizer = self.trained(member, lambda m: m.parameters())
-        how = {**self.told, "scaling": "squared", "batch_size": 16}
-        q = Posterior.from_optimizer(optimizer, model, **how)
+        q = Posterior.from_optimizer(
+            optimizer, model, scaling="squared", batch_size=16, **self.assumed
+        )
         for name, v in self.squares(member, model).items():
             torch.testing.assert_close(q.precision(name), N * 16 * v + DELTA)
         assert (q.record["scaling"], q.record["batch_size"]) == ("squared", 16)
@@ -236,7 +239,7 @@ class TestLearned(CaptureContract):
     """S = N (h − β₂ᵗ h₀) / (1 − β₂ᵗ) + λ, not below λ, of the h that the optimizer draws its
     weights with."""
 
-    told: ClassVar[dict[str, Any]] = {}
+    assumed: ClassVar[dict[str, Any]] = {}
 
     @pytest.fixture(params=LEARNED)
     def member(self, request: pytest.FixtureRequest) -> Any:
@@ -273,14 +276,14 @@ class TestLearned(CaptureContract):
 
     def test_it_knows_its_data_and_its_prior(self, member: Any) -> None:
         model, optimizer = self.trained(member, lambda m: m.parameters())
-        own = Posterior.from_optimizer(optimizer, model, n_data=N, prior_precision=N * DECAY)
-        assert own.prior_precision == pytest.approx(N * DECAY)
+        consistent = Posterior.from_optimizer(optimizer, model, n_data=N, prior_precision=N * DECAY)
+        assert consistent.prior_precision == pytest.approx(N * DECAY)
         for wrong, word in (({"n_data": 201}, "201"), ({"prior_precision": 0.01}, "contradicts")):
             with pytest.raises(OptimizerError, match=word):
                 Posterior.from_optimizer(optimizer, model, **wrong)
         tempered = Posterior.from_optimizer(optimizer, model, n_data=50, scaling="ess")
         assert tempered.n_data == 50
-        assert torch.equal(tempered.precision("last.bias"), own.precision("last.bias"))
+        assert torch.equal(tempered.precision("last.bias"), consistent.precision("last.bias"))
 
 
 def test_a_second_moment_that_did_not_start_at_zero_is_taken_as_it_is() -> None:
@@ -299,8 +302,8 @@ PLAIN: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def of_ivon_opt(groups: Any, **how: Any) -> Any:
-    return ivon.IVON(groups, lr=0.1, ess=N, weight_decay=DECAY, beta2=0.9, hess_init=0.5, **how)
+def of_ivon_opt(groups: Any, **options: Any) -> Any:
+    return ivon.IVON(groups, lr=0.1, ess=N, weight_decay=DECAY, beta2=0.9, hess_init=0.5, **options)
 
 
 @pytest.mark.filterwarnings("ignore::blr_analysis.errors.InitialPrecisionWarning")
@@ -332,7 +335,7 @@ def test_ivon_opts_own_vector_is_read_in_the_order_of_its_groups(
             hess = ((hess - left * group["hess_init"]) / (1 - left)).clamp_min(0)
         vector = N * (hess + group["weight_decay"])
         for p in group["params"]:
-            name = next(n for n, own in model.named_parameters() if own is p)
+            name = next(n for n, parameter in model.named_parameters() if parameter is p)
             part = vector[: p.numel()]
             vector = vector[p.numel() :]
             if p.requires_grad:
@@ -385,11 +388,11 @@ def test_checkpoints_keep_what_ivon_opt_had_learned_by_then(tmp_path: Path) -> N
 def test_parameters_with_different_numbers_of_steps_are_each_corrected() -> None:
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
-    given = gradients(model)
-    step(optimizer, model, given)
-    step(optimizer, model, {n: g for n, g in given.items() if n.startswith("last")})
+    first_gradients = gradients(model)
+    step(optimizer, model, first_gradients)
+    step(optimizer, model, {n: g for n, g in first_gradients.items() if n.startswith("last")})
     q = Posterior.from_optimizer(optimizer, model, n_data=N, prior_precision=DELTA)
-    for name, g in given.items():
+    for name, g in first_gradients.items():
         torch.testing.assert_close(q.precision(name), N * g.abs() + DELTA)
 
 
@@ -414,10 +417,11 @@ def test_a_subclass_and_a_wrapper_are_read_like_their_base() -> None:
     inner = Mine(model.parameters())
     step(inner, model, gradients(model))
     wrapped: Any = SimpleNamespace(optimizer=inner)
-    told = {"n_data": N, "prior_precision": DELTA}
-    one, two = (Posterior.from_optimizer(o, model, **told) for o in (inner, wrapped))
-    assert torch.equal(one.precision("last.bias"), two.precision("last.bias"))
-    assert one.record["optimizer"].endswith("Mine")
+    assumed = {"n_data": N, "prior_precision": DELTA}
+    of_inner = Posterior.from_optimizer(inner, model, **assumed)
+    of_wrapped = Posterior.from_optimizer(wrapped, model, **assumed)
+    assert torch.equal(of_inner.precision("last.bias"), of_wrapped.precision("last.bias"))
+    assert of_inner.record["optimizer"].endswith("Mine")
 
 
 @pytest.mark.parametrize(("start", "rounds"), [(1e4, 4), (1e-4, 1)])
@@ -437,10 +441,10 @@ def test_an_estimate_that_is_mostly_its_start_is_said_to_be(
     assert share == pytest.approx(weight if start < 1 else left)
     assert "of hess is its start, which was taken off" in q.note
     q.save(tmp_path / "q.safetensors")
-    back = Posterior.load(tmp_path / "q.safetensors")
-    assert repr(back) == repr(q)
+    loaded = Posterior.load(tmp_path / "q.safetensors")
+    assert repr(loaded) == repr(q)
     assert f"initial_share={share:.2g}" in repr(q)
-    assert back.start == q.start
+    assert loaded.start == q.start
     learn(optimizer, model, 200)
     after = Posterior.from_optimizer(optimizer, model)
     assert after.record["initial_share"] < 0.1
@@ -453,15 +457,20 @@ def test_tokens_scale_the_precision_and_sequences_are_counted(kind: Any) -> None
     torch.manual_seed(0)
     ids = torch.randint(5, (6, 4))
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5)).double()
-    given = {"ess": 24, "weight_decay": 0.1, "beta2": 0.5} if kind is IVON else {}
-    optimizer = kind(model.parameters(), lr=0.01, **given)
+    settings: dict[str, Any] = {}
+    prior = {"prior_precision": 2.0}
+    contradictions = []
+    if kind is IVON:
+        settings = {"ess": 24, "weight_decay": 0.1, "beta2": 0.5}
+        prior = {}  # it knows its own
+        contradictions = [{"n_data": 6}, {"n_data": 6, "tokens": 7}, {"tokens": 24}]
+    optimizer = kind(model.parameters(), lr=0.01, **settings)
     for _ in range(3):
-        looked = optimizer.sampled_params(train=True) if kind is IVON else nullcontext()
-        with looked:
+        draw = optimizer.sampled_params(train=True) if kind is IVON else nullcontext()
+        with draw:
             optimizer.zero_grad()
             cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
         optimizer.step()
-    prior = {} if kind is IVON else {"prior_precision": 2.0}
     q = Posterior.from_optimizer(optimizer, model, n_data=6, tokens=24, **prior)
     one_by_one = Posterior.from_optimizer(optimizer, model, n_data=24, **prior)
     assert (q.n_data, q.record["tokens"]) == (6, 24)
@@ -469,7 +478,7 @@ def test_tokens_scale_the_precision_and_sequences_are_counted(kind: Any) -> None
         assert torch.equal(q.precision(name), one_by_one.precision(name))
     task = Task(model, (ids, ids), likelihood="tokens")
     assert q.on(task).n_data == task.n_data
-    for wrong in ({"n_data": 6}, {"n_data": 6, "tokens": 7}, {"tokens": 24}) * int(kind is IVON):
+    for wrong in contradictions:
         with pytest.raises(OptimizerError, match="tokens"):
             Posterior.from_optimizer(optimizer, model, **wrong)
     with pytest.raises(PosteriorError, match="tokens"):

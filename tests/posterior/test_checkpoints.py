@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from blr_analysis.errors import ModelError, OptimizerError, StorageError
 from blr_analysis.posterior import Posterior
 
-TOLD: dict[str, Any] = {"n_data": 200, "prior_precision": 3.0}
+ASSUMED: dict[str, Any] = {"n_data": 200, "prior_precision": 3.0}
 
 
 class RootNorm(nn.Module):
@@ -105,9 +106,10 @@ def same(saved: Posterior, live: Posterior) -> None:
 
 def unique(model: nn.Module, keep_last: bool = False) -> dict[str, Tensor]:
     """A state dict in which tied tensors stand once, by their first or their last name."""
-    items = list(model.state_dict().items())
-    by_memory = {value.data_ptr(): name for name, value in (items if keep_last else items[::-1])}
-    return {name: value for name, value in items if name in by_memory.values()}
+    state = model.state_dict()
+    names = list(state) if keep_last else list(state)[::-1]
+    name_of_memory = {state[name].data_ptr(): name for name in names}
+    return {name: tensor for name, tensor in state.items() if name in name_of_memory.values()}
 
 
 def in_shards(path: Path, weights: dict[str, Tensor]) -> None:
@@ -122,11 +124,11 @@ def in_shards(path: Path, weights: dict[str, Tensor]) -> None:
 def trainer_folder(weights: str) -> Callable[[Path, nn.Module, Any], Path]:
     def write(path: Path, model: nn.Module, optimizer: Any) -> Path:
         torch.save(optimizer.state_dict(), path / "optimizer.pt")
-        held = unique(model, keep_last=weights != "one file")
+        weights_on_disk = unique(model, keep_last=weights != "one file")
         if weights == "sharded":
-            in_shards(path, held)
+            in_shards(path, weights_on_disk)
         else:
-            save_file(held, path / "model.safetensors", metadata={"format": "pt"})
+            save_file(weights_on_disk, path / "model.safetensors", metadata={"format": "pt"})
         return path
 
     return write
@@ -160,42 +162,55 @@ def exported(path: Path, model: nn.Module, optimizer: Any) -> Path:
     return path / "state.pt"
 
 
-LAYOUTS: dict[str, tuple[Callable[..., Any], Callable[..., Path], str, str]] = {
-    # how it was trained and written, the source and the rule that are recorded
-    "trainer": (trainers, trainer_folder("one file"), "trainer", "Trainer's groups"),
-    "its last names": (trainers, trainer_folder("last names"), "trainer", "Trainer's groups"),
-    "its shards": (trainers, trainer_folder("sharded"), "trainer", "Trainer's groups"),
-    "an older trainer": (older_trainers, trainer_folder("one file"), "trainer", "Trainer's groups"),
-    "lightning": (adam, lightning(""), "lightning", "the model's parameters"),
-    "lightning, in a module": (adam, lightning("net._orig_mod."), "lightning", "the model's"),
-    "a pair": (adam, pair("model_state_dict", "optimizer_state_dict"), "pair", "the model's"),
-    "a short pair": (adam, pair("model", "optimizer"), "short pair", "the model's"),
-    "a state alone": (adam, in_file(lambda w, s: s), "optimizer state", "the model's parameters"),
-    "groups of one's own": (own_groups, in_file(lambda w, s: s), "optimizer state", "the model's"),
-    "named": (by_name, in_file(lambda w, s: s), "optimizer state", "param_names in the file"),
-    "exported": (trainers, exported, "short pair", "names in the file"),
+@dataclass
+class Layout:
+    """How a training is made and written, and what is recorded of its file."""
+
+    make: Callable[..., Any]
+    write: Callable[..., Path]
+    source: str
+    rule: str  # of the order of the state's numbered tensors
+
+
+TRAINER = "Trainer's groups"
+PARAMETERS = "the model's parameters"
+ALONE = in_file(lambda weights, state: state)
+NAMED_PAIR = pair("model_state_dict", "optimizer_state_dict")
+LAYOUTS = {
+    "trainer": Layout(trainers, trainer_folder("one file"), "trainer", TRAINER),
+    "its last names": Layout(trainers, trainer_folder("last names"), "trainer", TRAINER),
+    "its shards": Layout(trainers, trainer_folder("sharded"), "trainer", TRAINER),
+    "an older trainer": Layout(older_trainers, trainer_folder("one file"), "trainer", TRAINER),
+    "lightning": Layout(adam, lightning(""), "lightning", PARAMETERS),
+    "lightning, in a module": Layout(adam, lightning("net._orig_mod."), "lightning", PARAMETERS),
+    "a pair": Layout(adam, NAMED_PAIR, "pair", PARAMETERS),
+    "a short pair": Layout(adam, pair("model", "optimizer"), "short pair", PARAMETERS),
+    "a state alone": Layout(adam, ALONE, "optimizer state", PARAMETERS),
+    "groups of one's own": Layout(own_groups, ALONE, "optimizer state", "the model's"),
+    "named": Layout(by_name, ALONE, "optimizer state", "param_names in the file"),
+    "exported": Layout(trainers, exported, "short pair", "names in the file"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_is_read_like_the_live_optimizer(layout: str, tmp_path: Path) -> None:
-    make, write, source, rule = LAYOUTS[layout]
-    model, optimizer = trained(make)
-    place = write(tmp_path, model, optimizer)
-    alone = source == "optimizer state"
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_is_read_like_the_live_optimizer(name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    model, optimizer = trained(layout.make)
+    place = layout.write(tmp_path, model, optimizer)
+    alone = layout.source == "optimizer state"
     with torch.device("meta"):  # where the weights come with it, none are needed
         empty = Tiny()
-    saved = Posterior.from_checkpoint(place, model if alone else empty, **TOLD)
-    live = Posterior.from_optimizer(optimizer, model, **TOLD)
+    saved = Posterior.from_checkpoint(place, model if alone else empty, **ASSUMED)
+    live = Posterior.from_optimizer(optimizer, model, **ASSUMED)
     same(saved, live)
-    assert saved.record["source"] == source
-    assert saved.record["order"].startswith(rule)
+    assert saved.record["source"] == layout.source
+    assert saved.record["order"].startswith(layout.rule)
     assert saved.record["mean_from"] == ("model" if alone else "checkpoint")
     assert saved.record["tied"] == {"embed.weight": ["head.weight"]}
     if alone:
         with pytest.raises(ModelError, match="meta device"):
-            Posterior.from_checkpoint(place, empty, **TOLD)
+            Posterior.from_checkpoint(place, empty, **ASSUMED)
 
 
 @pytest.mark.parametrize("frozen_too", [True, False])
@@ -205,8 +220,8 @@ def test_frozen_parameters_may_or_may_not_be_in_the_state(tmp_path: Path, frozen
     passed = [p for p in model.parameters() if frozen_too or p.requires_grad]
     _, optimizer = trained(lambda m: torch.optim.Adam(passed), model)
     torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-    saved = Posterior.from_checkpoint(tmp_path / "state.pt", model, **TOLD)
-    live = Posterior.from_optimizer(optimizer, model, **TOLD)
+    saved = Posterior.from_checkpoint(tmp_path / "state.pt", model, **ASSUMED)
+    live = Posterior.from_optimizer(optimizer, model, **ASSUMED)
     same(saved, live)
     assert "blocks.0.query.weight" not in saved.mean
 
@@ -214,12 +229,14 @@ def test_frozen_parameters_may_or_may_not_be_in_the_state(tmp_path: Path, frozen
 @pytest.mark.parametrize("heads", [("", "average."), ("student.", "teacher.")])
 def test_of_two_networks_in_one_file_the_one_without_a_prefix(heads: Any, tmp_path: Path) -> None:
     model, optimizer = trained(adam)
-    both = dict(zip(heads, (model, Tiny()), strict=True))
-    weights = {p + n: v for p, net in both.items() for n, v in net.state_dict().items()}
+    prefix, prefix_of_untrained = heads
+    weights = {prefix + name: tensor for name, tensor in model.state_dict().items()}
+    for name, tensor in Tiny().state_dict().items():
+        weights[prefix_of_untrained + name] = tensor
     content = {"state_dict": weights, "optimizer_states": [optimizer.state_dict()]}
     torch.save(content, tmp_path / "last.ckpt")
     with nullcontext() if "" in heads else pytest.raises(ModelError, match=r"student.*teacher"):
-        mean = Posterior.from_checkpoint(tmp_path / "last.ckpt", Tiny(), **TOLD).mean
+        mean = Posterior.from_checkpoint(tmp_path / "last.ckpt", Tiny(), **ASSUMED).mean
         assert all(torch.equal(mean[name], p) for name, p in model.named_parameters())
 
 
@@ -230,23 +247,23 @@ def test_two_readings_that_both_fit_are_refused_unless_the_names_are_given(tmp_p
     model, optimizer = trained(lambda m: torch.optim.AdamW(groups(m, ["scale.weight"])), norms)
     folder = trainer_folder("one file")(tmp_path, model, optimizer)
     with pytest.raises(OptimizerError, match=r"2 ways.*Pass names="):
-        Posterior.from_checkpoint(folder, model, **TOLD)
+        Posterior.from_checkpoint(folder, model, **ASSUMED)
     names = ["layernorm.gain", "scale.weight"]
-    saved = Posterior.from_checkpoint(folder, model, names=names, **TOLD)
-    same(saved, Posterior.from_optimizer(optimizer, model, **TOLD))
+    saved = Posterior.from_checkpoint(folder, model, names=names, **ASSUMED)
+    same(saved, Posterior.from_optimizer(optimizer, model, **ASSUMED))
 
 
 def test_another_models_optimizer_is_refused(tmp_path: Path) -> None:
     model, optimizer = trained(trainers)
     folder = trainer_folder("one file")(tmp_path, model, optimizer)
-    other = Tiny()
-    other.blocks[1]["key"] = nn.Linear(5, 6)
+    another_model = Tiny()
+    another_model.blocks[1]["key"] = nn.Linear(5, 6)
     with pytest.raises(OptimizerError, match="does not fit"):
-        Posterior.from_checkpoint(folder, other, **TOLD)
-    other = Tiny()
-    other.blocks[0].requires_grad_(False)
+        Posterior.from_checkpoint(folder, another_model, **ASSUMED)
+    another_model = Tiny()
+    another_model.blocks[0].requires_grad_(False)
     with pytest.raises(OptimizerError, match=r"groups of \[5, 12\].*not fit"):
-        Posterior.from_checkpoint(folder, other, **TOLD)
+        Posterior.from_checkpoint(folder, another_model, **ASSUMED)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -255,4 +272,4 @@ def test_a_distributed_checkpoint_is_refused(tmp_path: Path) -> None:
     torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
     for place, word in ((tmp_path, r"torch\.save"), (tmp_path / ".metadata", "weights_only")):
         with pytest.raises(StorageError, match=word):
-            Posterior.from_checkpoint(place, Tiny(), **TOLD)
+            Posterior.from_checkpoint(place, Tiny(), **ASSUMED)

@@ -23,8 +23,8 @@ Loss = Callable[[Tensor], Tensor]
 
 
 def focal(f: Tensor) -> Tensor:
-    each = F.cross_entropy(f, LABELS, reduction="none")
-    return ((1 - (-each).exp()) ** 2 * each).mean()
+    losses = F.cross_entropy(f, LABELS, reduction="none")
+    return ((1 - (-losses).exp()) ** 2 * losses).mean()
 
 
 def cross_entropy(**options: object) -> Loss:
@@ -111,6 +111,6 @@ def test_weights_of_classes_are_parts_of_the_mean_weight() -> None:
     d = gradient(lambda f: F.cross_entropy(f, LABELS, weight=weights), f)
     drawn = drawn_errors(f, d, 0)
     assert drawn is not None
-    own = weights[LABELS] / weights[LABELS].mean()
-    residual = drawn.errors / own[:, None] - f.softmax(1)
+    relative_weights = weights[LABELS] / weights[LABELS].mean()
+    residual = drawn.errors / relative_weights[:, None] - f.softmax(1)
     assert bool(((residual + 1).abs() < 1e-9).any(1).all())  # p − 1 of the drawn class alone

@@ -81,9 +81,9 @@ def test_a_record_of_before_gives_the_fields_and_a_file_keeps_them(tmp_path: Pat
     loaded = blr.Posterior.load(tmp_path / "q.safetensors")
     rebuilt = posterior(loaded.record)
     wider = q.to("cpu", torch.float64)
-    for other in (loaded, rebuilt, wider, q.changed(record=q.record), copy.deepcopy(q)):
-        assert facts(other) == facts(q)
-        assert other.record == q.record
+    for copied in (loaded, rebuilt, wider, q.changed(record=q.record), copy.deepcopy(q)):
+        assert facts(copied) == facts(q)
+        assert copied.record == q.record
     assert json.loads(json.dumps(q.record)) == q.record
     assert q.record["kind"] == "ggn"
 

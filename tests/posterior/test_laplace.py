@@ -112,9 +112,9 @@ def many_outputs(kind: str = "categorical", hidden: int = 5, *, bias: bool = Tru
     model = randomised(model)
     model[-1].weight.data *= 5
     if kind == "scaled":  # the last layer's outputs are not the model's
-        model.register_forward_hook(lambda *seen: 2 * seen[2])
+        model.register_forward_hook(lambda *call: 2 * call[2])
     if kind == "hooked":  # what is added to the last layer is seen
-        model[-1].register_forward_hook(lambda *seen: seen[2] + seen[1][0][:, :1])
+        model[-1].register_forward_hook(lambda *call: call[2] + call[1][0][:, :1])
     return Task(model, (normal(4, 3), targets), likelihood=of, weights=weights)
 
 
@@ -135,19 +135,19 @@ def test_labels_are_drawn_where_outputs_are_many() -> None:
     with seeded(0):
         model = randomised(nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 260)))
     task = Task(model, (normal(6, 3), torch.arange(6)))
-    how = {"structure": "diag", "prior_precision": 1.0}
-    exact = fit_laplace(task, curvature="ggn", **how)
-    fits = [fit_at_weights(task, seed=seed, **how) for seed in range(20)]
+    settings = {"structure": "diag", "prior_precision": 1.0}
+    exact = fit_laplace(task, curvature="ggn", **settings)
+    fits = [fit_at_weights(task, seed=seed, **settings) for seed in range(20)]
     assert "260 outputs is by 16 drawn labels" in fits[0].note
     assert "drawn" not in exact.note
     for name in exact.mean:
-        each = torch.stack([q.precision(name) for q in fits])
+        drawn = torch.stack([q.precision(name) for q in fits])
         truth = exact.precision(name)
         if name.startswith("2."):
-            torch.testing.assert_close(each, truth.expand_as(each))
+            torch.testing.assert_close(drawn, truth.expand_as(drawn))
         else:
-            error = each.std(0) / len(fits) ** 0.5
-            assert bool(((each.mean(0) - truth).abs() < 4 * error).all())
+            error = drawn.std(0) / len(fits) ** 0.5
+            assert bool(((drawn.mean(0) - truth).abs() < 4 * error).all())
 
 
 def test_directions_are_seen_in_random_sums_of_many_columns() -> None:
@@ -208,10 +208,10 @@ def test_a_sampled_fit_is_that_of_the_sample_times_what_it_stands_for(
     assert len(sample) == 40
     part = task.subset(sample)
     for delta in (2.0, None):
-        asked: dict[str, Any] = {"structure": structure, "curvature": "empirical_fisher"}
-        asked["prior_precision"] = delta
-        whole = fit_laplace(task, sampled=True, **asked)
-        small = fit_laplace(part, **asked)
+        arguments: dict[str, Any] = {"structure": structure, "curvature": "empirical_fisher"}
+        arguments["prior_precision"] = delta
+        whole = fit_laplace(task, sampled=True, **arguments)
+        small = fit_laplace(part, **arguments)
         factor = task.n_data / len(sample)
         if delta is None:
             choices = [q.record["prior_choice"]["stationarity"] for q in (whole, small)]
@@ -251,9 +251,9 @@ def test_exact_curvature_is_the_hessian(kind: str, structure: str) -> None:
         values, vectors = torch.linalg.eigh(truth)
         kept_part = (vectors * values.clamp_min(0)) @ vectors.mT
         share = values < -1e-6
-    how = dict(structure=structure, prior_precision=0.3, curvature="exact")
+    settings = dict(structure=structure, prior_precision=0.3, curvature="exact")
     with pytest.warns(UserWarning, match="negative") if share.any() else nullcontext():
-        q = fit_laplace(task, **how)
+        q = fit_laplace(task, **settings)
     assert relative(dense_precision(q), kept_part + 0.3 * torch.eye(size).double()) < EXACT
     assert q.record["kind"] == "hessian"
     assert q.record["floored"] == pytest.approx(float(share.double().mean()))
@@ -263,13 +263,13 @@ def test_exact_curvature_is_the_hessian(kind: str, structure: str) -> None:
 def test_prior_by_name(structure: str, tmp_path: Path) -> None:
     task = small()
     prior = {n: 1 / 3 if n.startswith("0") else 3.0 for n in task.parameters()}
-    options: dict[str, Any] = {"rank": 42} if structure == "lowrank" else {}
-    flat = fit_laplace(task, structure=structure, prior_precision=1.0, **options)
-    own = fit_laplace(task, structure=structure, prior_precision=prior, **options)
+    rank = 42 if structure == "lowrank" else None
+    flat = fit_laplace(task, structure=structure, prior_precision=1.0, rank=rank)
+    by_name = fit_laplace(task, structure=structure, prior_precision=prior, rank=rank)
     for name, delta in prior.items():
-        gap = own.precision(name) - flat.precision(name)
+        gap = by_name.precision(name) - flat.precision(name)
         assert relative(gap, torch.full_like(gap, delta - 1)) < 1e-9
-    own.save(tmp_path / "q")
+    by_name.save(tmp_path / "q")
     assert Posterior.load(tmp_path / "q").prior_precision == prior
 
 
@@ -280,8 +280,8 @@ def test_monte_carlo_fisher_is_unbiased(kind: str) -> None:
     example, which are small."""
     task = small(kind)
     ggn = dense_ggn(task, dense_jacobian(task, task.parameters()))
-    how: dict[str, Any] = {"curvature": "mc_fisher", "samples": 200}
-    fits = torch.stack([curvature_of(task, "full", seed=seed, **how) for seed in range(12)])
+    settings: dict[str, Any] = {"curvature": "mc_fisher", "samples": 200}
+    fits = torch.stack([curvature_of(task, "full", seed=seed, **settings) for seed in range(12)])
     v = normal(6, len(ggn), seed=7)
     truth = torch.einsum("dp,pq,dq->d", v, ggn, v)
     estimates = torch.einsum("dp,spq,dq->sd", v, fits, v)
@@ -295,13 +295,15 @@ def test_monte_carlo_fisher_is_reproducible(structure: str) -> None:
     """The seed decides the labels, not the global generator, and all passes see the same."""
     task = small()
     before = torch.get_rng_state()
-    how: dict[str, Any] = {"curvature": "mc_fisher", "samples": 3}
-    one, two, other = (curvature_of(task, structure, seed=s, **how) for s in (1, 1, 2))
+    settings: dict[str, Any] = {"curvature": "mc_fisher", "samples": 3}
+    first = curvature_of(task, structure, seed=1, **settings)
+    again = curvature_of(task, structure, seed=1, **settings)
+    another_seed = curvature_of(task, structure, seed=2, **settings)
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(one, two)
-    assert relative(other, one) > 0.01
-    trace = float(curvature_of(task, "full", seed=1, **how).trace())
-    assert float(one.trace()) == pytest.approx(trace, rel=1e-10)
+    assert torch.equal(first, again)
+    assert relative(another_seed, first) > 0.01
+    trace = float(curvature_of(task, "full", seed=1, **settings).trace())
+    assert float(first.trace()) == pytest.approx(trace, rel=1e-10)
 
 
 @pytest.mark.parametrize("make", [small, convolutional, many_outputs])
@@ -383,9 +385,9 @@ def test_off_a_minimum_there_are_posteriors_at_the_checkpoints(structure: str) -
     assert len(q.run) == 3
     assert q.run[-1] is q
     for number, (early, state) in enumerate(zip(q.earlier, states, strict=True), 1):
-        other = copy.deepcopy(model)
-        other.load_state_dict(state)
-        alone = fit_laplace(Task(other, (x, y)), structure=structure, prior_precision=0.3)
+        model_then = copy.deepcopy(model)
+        model_then.load_state_dict(state)
+        alone = fit_laplace(Task(model_then, (x, y)), structure=structure, prior_precision=0.3)
         assert early.record["checkpoint"] == number
         assert not early.earlier
         assert torch.equal(early.buffers["1.running_var"], state["1.running_var"])

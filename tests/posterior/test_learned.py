@@ -176,21 +176,21 @@ def test_noise_is_replaced_by_squares_or_said_to_be_noise() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         q = Posterior.from_optimizer(optimizer, model)
-        other = Posterior.from_optimizer(optimizer, model, batch_size=2 * BATCH)
+        doubled = Posterior.from_optimizer(optimizer, model, batch_size=2 * BATCH)
     assert q.record["clear"] < 0.5
     assert q.record["initial_share"] > 0.2
     assert "squared gradients" in q.note
     assert "squared gradients" in repr(q)
     for name in q.mean:
         data_part = q.precision(name) - N * DECAY
-        torch.testing.assert_close(other.precision(name) - N * DECAY, 2 * data_part)
+        torch.testing.assert_close(doubled.precision(name) - N * DECAY, 2 * data_part)
     model, optimizer = noisy(hess_init=200.0)
-    told = Posterior.from_optimizer(optimizer, model, batch_size=BATCH)
+    exact = Posterior.from_optimizer(optimizer, model, batch_size=BATCH)
     with pytest.warns(InitialPrecisionWarning, match="pass batch_size="):
         guessed = Posterior.from_optimizer(optimizer, model)
     factor = guessed.record["squares_times"] / BATCH
     for name in q.mean:
-        data_part = told.precision(name) - N * DECAY
+        data_part = exact.precision(name) - N * DECAY
         torch.testing.assert_close(guessed.precision(name) - N * DECAY, factor * data_part)
     model, optimizer = noisy(squares=False)
     assert "squares" not in optimizer.state[model[0].weight]

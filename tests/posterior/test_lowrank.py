@@ -24,8 +24,8 @@ def task_of(n: int = 40) -> blr.Task:
     return blr.Task(mlp(), (normal(n, 4), torch.arange(n) % 3))
 
 
-def fitted(task: blr.Task, structure: str = "lowrank", prior: Any = 0.5, **how: Any) -> Any:
-    return blr.fit_laplace(task, structure=structure, prior_precision=prior, **how)
+def fitted(task: blr.Task, structure: str = "lowrank", prior: Any = 0.5, **options: Any) -> Any:
+    return blr.fit_laplace(task, structure=structure, prior_precision=prior, **options)
 
 
 def ggn_of(task: blr.Task) -> Tensor:
@@ -33,25 +33,25 @@ def ggn_of(task: blr.Task) -> Tensor:
 
 
 def variances(task: blr.Task, q: blr.Posterior) -> Tensor:
-    return torch.cat([q.form.gram(c.jacobian_terms()) for c in chunks(task.quiet, q.mean)])
+    sweep = chunks(task.quiet, q.mean)
+    return torch.cat([q.form.gram(chunk.jacobian_terms()) for chunk in sweep])
 
 
 @pytest.mark.parametrize("curvature", ["ggn", "empirical_fisher", "mc_fisher"])
 def test_at_full_rank_it_is_the_full_posterior(curvature: str) -> None:
     task = task_of(9)
-    low, full = (
-        fitted(task, s, curvature=curvature, rank=r)
-        for s, r in (("lowrank", SIZE - 1), ("full", None))
-    )
+    low = fitted(task, "lowrank", curvature=curvature, rank=SIZE - 1)
+    full = fitted(task, "full", curvature=curvature)
     assert low.form.rank == (18 if curvature == "ggn" else 9)  # two independent outputs, or one
     assert low.record["explained"] == pytest.approx(1, abs=1e-9)
     assert relative(variances(task, low), variances(task, full)) < 1e-8
     if curvature != "ggn":
         return
-    one, two = (blr.leave_one_out(task, q).logits for q in (low, full))
-    assert relative(one, two) < 1e-8
-    gone = [blr.what_if(task, q, remove=[0, 3], solver="posterior") for q in (low, full)]
-    assert relative(flatten(gone[0].parameters), flatten(gone[1].parameters)) < 1e-8
+    logits = blr.leave_one_out(task, low).logits
+    assert relative(logits, blr.leave_one_out(task, full).logits) < 1e-8
+    removal = blr.what_if(task, low, remove=[0, 3], solver="posterior")
+    expected = blr.what_if(task, full, remove=[0, 3], solver="posterior")
+    assert relative(flatten(removal.parameters), flatten(expected.parameters)) < 1e-8
 
 
 @pytest.mark.parametrize("rank", [1, 5, 12])
@@ -76,7 +76,8 @@ def test_what_is_said_to_be_explained_is_explained(prior: Any) -> None:
     """In the prior's own metric, by no more directions than the bound needs."""
     task = task_of()
     q = fitted(task, prior=prior)
-    delta = flatten({n: torch.full_like(m, q.prior.of(n)) for n, m in q.mean.items()})
+    delta_of_weights = {n: torch.full_like(m, q.prior.of(n)) for n, m in q.mean.items()}
+    delta = flatten(delta_of_weights)
     values = torch.linalg.eigvalsh(ggn_of(task) / delta.outer(delta).sqrt()).flip(0)
     explained = (values / (1 + values)).cumsum(0)
     rank = q.record["rank"]
@@ -103,12 +104,14 @@ def test_single_precision_bears_a_small_prior() -> None:
 
 
 def test_a_rank_too_small_for_influence_says_so() -> None:
-    for rank, short in ((1, True), (30, False)):
-        with warnings.catch_warnings(record=True) as said:
+    for rank, is_too_small in ((1, True), (30, False)):
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             q = fitted(task_of(), rank=rank)
-        assert any("influence" in str(w.message) for w in said) == short
-        assert ("influence" in repr(q)) == short == (q.record["explained"] < 0.9)
+        is_warned = any("influence" in str(w.message) for w in caught)
+        assert is_warned == is_too_small
+        assert ("influence" in repr(q)) == is_too_small
+        assert (q.record["explained"] < 0.9) == is_too_small
 
 
 def test_no_curvature_at_all() -> None:

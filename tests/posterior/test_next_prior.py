@@ -14,6 +14,8 @@ import blr_analysis as blr
 from blr_analysis.errors import BLRError, InputError, PosteriorError
 
 DELTA = 2.0
+PRECISION = DELTA * torch.eye(4, dtype=torch.float64)
+ZERO = torch.zeros(4, dtype=torch.float64)
 Batch = tuple[Tensor, Tensor]
 
 
@@ -37,36 +39,43 @@ def ridge(x: Tensor, y: Tensor, precision: Tensor, mean: Tensor) -> Tensor:
     return torch.linalg.solve(x.T @ x + precision, x.T @ y + precision @ mean)
 
 
+def fit_of_first_batch() -> blr.Posterior:
+    x, y = batches()[0]
+    task = at(ridge(x, y, PRECISION, ZERO), (x, y))
+    return blr.fit_laplace(task, structure="full", prior_precision=DELTA)
+
+
+def pull_of_prior(q: blr.Posterior) -> Tensor:
+    """S₀ (θ − m₀)."""
+    return q.prior.times(q.prior.gap(q.mean))["weight"]
+
+
 def test_of_two_batches_it_is_the_posterior_of_both(tmp_path: Path) -> None:
     (x1, y1), (x2, y2) = batches()
-    first_precision = DELTA * torch.eye(4, dtype=torch.float64)
-    zero = torch.zeros(4, dtype=torch.float64)
-    m1 = ridge(x1, y1, first_precision, zero)
-    first = blr.fit_laplace(at(m1, (x1, y1)), structure="full", prior_precision=DELTA)
+    first = fit_of_first_batch()
     m2 = ridge(x2, y2, first.form.matrix, first.mean["weight"].flatten())
     second = blr.fit_laplace(at(m2, (x2, y2)), prior=first)
     x = torch.cat([x1, x2])
     y = torch.cat([y1, y2])
-    both_mean = ridge(x, y, first_precision, zero)
-    both = blr.fit_laplace(at(both_mean, (x, y)), structure="full", prior_precision=DELTA)
-    torch.testing.assert_close(second.mean["weight"], both.mean["weight"], rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(second.form.matrix, both.form.matrix, rtol=1e-8, atol=1e-8)
+    at_once = blr.fit_laplace(
+        at(ridge(x, y, PRECISION, ZERO), (x, y)), structure="full", prior_precision=DELTA
+    )
+    torch.testing.assert_close(second.mean["weight"], at_once.mean["weight"], rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(second.form.matrix, at_once.form.matrix, rtol=1e-8, atol=1e-8)
     assert second.at_minimum
     assert second.n_data == 30
     assert "prior_precision=an earlier posterior" in repr(second)
     second.save(tmp_path / "q.safetensors")
-    back = blr.Posterior.load(tmp_path / "q.safetensors")
-    pull = second.prior.times(second.prior.gap(second.mean))
-    assert torch.equal(back.prior.times(back.prior.gap(back.mean))["weight"], pull["weight"])
-    assert repr(back) == repr(second)
+    loaded = blr.Posterior.load(tmp_path / "q.safetensors")
+    assert torch.equal(pull_of_prior(loaded), pull_of_prior(second))
+    assert repr(loaded) == repr(second)
 
 
 def test_analyses_have_it_in_their_objective() -> None:
     """A removal at the minimum under such a prior is exact for a linear model."""
-    (x1, y1), (x2, y2) = batches()
-    precision = DELTA * torch.eye(4, dtype=torch.float64)
-    m1 = ridge(x1, y1, precision, torch.zeros(4, dtype=torch.float64))
-    first = blr.fit_laplace(at(m1, (x1, y1)), structure="full", prior_precision=DELTA)
+    first_batch, (x2, y2) = batches()
+    first = fit_of_first_batch()
+    m1 = first.mean["weight"].flatten()
     m2 = ridge(x2, y2, first.form.matrix, m1)
     task = at(m2, (x2, y2))
     second = blr.fit_laplace(task, prior=first)
@@ -75,7 +84,8 @@ def test_analyses_have_it_in_their_objective() -> None:
         answer = blr.what_if(task, second, remove=[0, 1, 2], solver=solver)
         actual = answer.parameters["weight"].flatten()
         torch.testing.assert_close(actual, without, rtol=1e-6, atol=1e-6)
-    without_first = blr.what_if(at(m1, (x1, y1)), first, remove=[0], solver="posterior").posterior
+    removal = blr.what_if(at(m1, first_batch), first, remove=[0], solver="posterior")
+    without_first = removal.posterior
     third = blr.fit_laplace(task, prior=without_first)
     expected = without_first.form.matrix + x2.T @ x2
     torch.testing.assert_close(third.form.matrix, expected, rtol=1e-8, atol=1e-8)
@@ -102,17 +112,17 @@ def test_precisions_add_up(structure: str) -> None:
 @pytest.mark.parametrize("structure", ["diag", "full"])
 def test_a_precision_for_every_weight(structure: str) -> None:
     (x, y), _ = batches()
-    by_weight = {"weight": torch.tensor([[1.0, 2.0, 3.0, 4.0]], dtype=torch.float64)}
-    mean = ridge(x, y, by_weight["weight"][0].diag(), torch.zeros(4, dtype=torch.float64))
-    q = blr.fit_laplace(at(mean, (x, y)), structure=structure, prior_precision=by_weight)
-    expected = (x.T @ x).diagonal() + by_weight["weight"][0]
+    delta = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+    task = at(ridge(x, y, delta.diag(), ZERO), (x, y))
+    q = blr.fit_laplace(task, structure=structure, prior_precision={"weight": delta[None]})
+    expected = (x.T @ x).diagonal() + delta
     torch.testing.assert_close(q.precision("weight")[0], expected)
     if structure == "full":
         assert q.at_minimum
 
 
 def refused_with(**settings: Any) -> Any:
-    task = at(torch.zeros(4, dtype=torch.float64), batches()[0])
+    task = at(ZERO, batches()[0])
     return blr.fit_laplace(task, **settings)
 
 

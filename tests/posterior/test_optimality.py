@@ -50,8 +50,8 @@ def test_of_a_conjugate_model_both_hold(draws: int, tmp_path: Path) -> None:
 
 def test_each_can_fail_alone() -> None:
     task, q = regression()
-    half = q.changed(form=Full(q.form.matrix / 2 + torch.eye(4) * DELTA / 2, q.form.shapes))
-    half = checked(task, half)
+    half_of_data = (q.form.matrix + DELTA * torch.eye(4)) / 2
+    half = checked(task, q.changed(form=Full(half_of_data, q.form.shapes)))
     assert half.at_minimum is not None
     assert half.precision_matches is False
     assert half.precision_match is not None
@@ -69,9 +69,8 @@ def test_mismatch_and_ratio_are_those_of_dense_algebra(structure: str) -> None:
     x, y = classes(0)
     network = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()
     task = blr.Task(minimised(network, (x, y), DELTA, steps=30), (x, y))
-    q = checked(
-        task, blr.fit_laplace(task, structure=structure, prior_precision=DELTA), probes=2000
-    )
+    fit = blr.fit_laplace(task, structure=structure, prior_precision=DELTA)
+    q = checked(task, fit, probes=2000)
     shapes = {name: p.shape for name, p in q.mean.items()}
 
     def loss(flat: Tensor) -> Tensor:
@@ -86,13 +85,14 @@ def test_mismatch_and_ratio_are_those_of_dense_algebra(structure: str) -> None:
     basis = {n: v.reshape(-1, *s) for (n, s), v in zip(shapes.items(), pieces, strict=True)}
     precision = torch.cat([v.flatten(1) for v in q.form.times(basis).values()], 1)
     root = torch.linalg.cholesky(torch.linalg.inv(precision))
-    own = root.T @ (precision - DELTA * eye) @ root
+    actual = root.T @ (precision - DELTA * eye) @ root
     expected = root.T @ truth @ root
     match = q.precision_match
     assert match is not None
-    mismatch = float((expected - own).norm() / own.norm())
+    mismatch = float((expected - actual).norm() / actual.norm())
     assert match.mismatch == pytest.approx(mismatch, rel=0.1)
-    assert match.ratio == pytest.approx(float(expected.trace() / own.trace()), rel=0.1)
+    ratio = float(expected.trace() / actual.trace())
+    assert match.ratio == pytest.approx(ratio, rel=0.1)
 
 
 def test_refusals() -> None:

@@ -45,27 +45,27 @@ def test_without_means_the_tensors_are_the_models_names_and_no_others(
     assert record["prior_precision"] == 2.0
     assert record["n_data"] == N
     assert set(FIELDS) <= set(record)
-    back = Posterior.load(tmp_path / name, model=data)
+    loaded = Posterior.load(tmp_path / name, model=data)
     for n, s in whole.items():
         assert torch.equal(tensors[n], s)
-        assert torch.equal(back.mean[n], data[n])
-        assert torch.equal(back.precision(n), s)
-    assert (back.prior_precision, back.n_data) == (2.0, N)
+        assert torch.equal(loaded.mean[n], data[n])
+        assert torch.equal(loaded.precision(n), s)
+    assert (loaded.prior_precision, loaded.n_data) == (2.0, N)
 
 
 def test_the_mean_from_a_module_a_state_dict_a_folder_or_a_file(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    held = {n: p.detach() for n, p in model.named_parameters()}
-    ones = {n: torch.ones_like(p) for n, p in held.items()}
+    parameters = {n: p.detach() for n, p in model.named_parameters()}
+    ones = {n: torch.ones_like(p) for n, p in parameters.items()}
     write_precision(tmp_path / "precision", ones, **ABOUT, prior_precision=0.5)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     places = (tmp_path, str(tmp_path), tmp_path / "model.safetensors")
     for source in (model, nn.DataParallel(model), model.state_dict(), *places):
-        back = Posterior.load(tmp_path / "precision", model=source)
-        assert list(back.mean) == list(held)
-        assert all(torch.equal(back.mean[n], p) for n, p in held.items())
-        back.mean["0.weight"].zero_()
+        loaded = Posterior.load(tmp_path / "precision", model=source)
+        assert list(loaded.mean) == list(parameters)
+        assert all(torch.equal(loaded.mean[n], p) for n, p in parameters.items())
+        loaded.mean["0.weight"].zero_()
         assert model[0].weight.any()  # a copy
 
 
@@ -74,8 +74,8 @@ def test_the_mean_of_tied_tensors_under_either_name(tmp_path: Path) -> None:
     write_precision(tmp_path / "p", {"embed.weight": torch.ones(4, 2)}, **ABOUT, tied=tied)
     weights = torch.randn(4, 2)
     for name in ("embed.weight", "head.weight"):
-        back = Posterior.load(tmp_path / "p", model={name: weights}, prior_precision=1.0)
-        assert torch.equal(back.mean["embed.weight"], weights)
+        loaded = Posterior.load(tmp_path / "p", model={name: weights}, prior_precision=1.0)
+        assert torch.equal(loaded.mean["embed.weight"], weights)
 
 
 def test_another_folder_than_the_recorded_one_is_refused(tmp_path: Path) -> None:
@@ -91,26 +91,26 @@ def test_another_folder_than_the_recorded_one_is_refused(tmp_path: Path) -> None
     Posterior.load(place, model=tmp_path / "one", prior_precision=1.0)
     with pytest.raises(PosteriorError, match=r"sha256.*pass the module"):
         Posterior.load(place, model=tmp_path / "two", prior_precision=1.0)
-    other = load_file(tmp_path / "two" / "model.safetensors")
-    Posterior.load(place, model=other, prior_precision=1.0)  # knowingly
+    weights_of_two = load_file(tmp_path / "two" / "model.safetensors")
+    Posterior.load(place, model=weights_of_two, prior_precision=1.0)  # knowingly
 
 
 def test_the_prior_that_stands_outside_is_added_unless_another_is_given(tmp_path: Path) -> None:
     data = diagonal()
     write_precision(tmp_path / "p", data, **ABOUT, prior_outside=3.0)
     assert Posterior.load(tmp_path / "p", model=data).prior_precision == 3.0
-    other = Posterior.load(tmp_path / "p", model=data, prior_precision=5.0)
-    assert torch.equal(other.precision("net.bias"), data["net.bias"] + 5.0)
-    other.save(tmp_path / "whole")  # what was outside is inside now
+    overridden = Posterior.load(tmp_path / "p", model=data, prior_precision=5.0)
+    assert torch.equal(overridden.precision("net.bias"), data["net.bias"] + 5.0)
+    overridden.save(tmp_path / "whole")  # what was outside is inside now
     again = Posterior.load(tmp_path / "whole")
     assert torch.equal(again.precision("net.bias"), data["net.bias"] + 5.0)
     half = {"w": torch.tensor([0.5, 3.0]).bfloat16(), "w.mean": torch.zeros(2)}
-    about = {"structure": "diag", "prior_precision": 0.0, "prior_outside": 1e-3, "n_data": N}
-    storage.write(tmp_path / "half", half, {**about, "parameters": ["w"]})
+    record = {"structure": "diag", "prior_precision": 0.0, "prior_outside": 1e-3, "n_data": N}
+    storage.write(tmp_path / "half", half, {**record, "parameters": ["w"]})
     expected = half["w"].float() + 1e-3  # nothing of the prior is rounded away
     assert torch.equal(Posterior.load(tmp_path / "half").precision("w"), expected)
-    about = {"structure": "diag", "prior_precision": 0.25, "rounded": True, "n_data": N}
-    storage.write(tmp_path / "rounded", half, {**about, "parameters": ["w"]})
+    record = {"structure": "diag", "prior_precision": 0.25, "rounded": True, "n_data": N}
+    storage.write(tmp_path / "rounded", half, {**record, "parameters": ["w"]})
     q = Posterior.load(tmp_path / "rounded")
     assert torch.equal(q.precision("w"), half["w"].float())
     assert "rounded" not in q.record
@@ -143,19 +143,20 @@ def test_any_posterior_comes_back_as_near_as_its_dtype(
         record={"kind": "ivon", "step": 3},
     )
     path = tmp_path_factory.mktemp("any") / ("p.safetensors" if single else "p")
-    within = {None: 0.0, torch.float32: 2.0**-24, torch.bfloat16: HALF_ULP}[dtype] if beside else 0
+    rounding_of_dtype = {None: 0.0, torch.float32: 2.0**-24, torch.bfloat16: HALF_ULP}
+    within = rounding_of_dtype[dtype] if beside else 0
     if beside:  # a model: the data's part alone
-        outside = {"prior_outside": prior} if prior else {}
-        write_precision(path, {"w": data}, **{**ABOUT, "step": 3}, **outside, dtype=dtype)
+        outside = prior or None
+        write_precision(path, {"w": data}, **ABOUT, step=3, prior_outside=outside, dtype=dtype)
     else:
         q.save(path)
-    back = Posterior.load(path, model=q.mean if beside else None)
-    error = (back.precision("w") - q.precision("w")).abs()
+    loaded = Posterior.load(path, model=q.mean if beside else None)
+    error = (loaded.precision("w") - q.precision("w")).abs()
     # Of the data's part; S itself was rounded to double precision when it was made.
     allowed = within * (q.precision("w") - prior).abs() * (1 + 1e-9) + 4e-16 * q.precision("w")
     assert bool((error <= (allowed if within else 0.0)).all())
-    assert torch.equal(back.mean["w"], q.mean["w"])
-    assert (back.prior_precision, back.n_data, back.record["step"]) == (prior, N, 3)
+    assert torch.equal(loaded.mean["w"], q.mean["w"])
+    assert (loaded.prior_precision, loaded.n_data, loaded.record["step"]) == (prior, N, 3)
     # The data's part is always what is stored, less the prior that the record says is inside.
     stored, record = storage.read(path)
     part = stored["w"].double() - record["prior_precision"]
@@ -165,12 +166,18 @@ def test_any_posterior_comes_back_as_near_as_its_dtype(
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_record_comes_back(kind: str, tmp_path: Path) -> None:
     data = diagonal()
-    more = {"optimizer": "torch.optim.Adam", "step": 3, "notes": "ä"}
+    extra_fields = {"optimizer": "torch.optim.Adam", "step": 3, "notes": "ä"}
     inside = {n: t + 0.5 for n, t in data.items()}
-    about = {"kind": kind, "definition": "d", "n_data": 2**40, "prior_precision": 0.5, **more}
-    write_precision(tmp_path / "precision", inside, **about)
+    fields = {
+        "kind": kind,
+        "definition": "d",
+        "n_data": 2**40,
+        "prior_precision": 0.5,
+        **extra_fields,
+    }
+    write_precision(tmp_path / "precision", inside, **fields)
     record = read_precision_record(tmp_path / "precision")
-    assert about.items() <= record.items()
+    assert fields.items() <= record.items()
     assert record["parameters"] == list(data)
     stored, _ = storage.read(tmp_path / "precision")
     assert all(torch.equal(stored[n], inside[n]) for n in data)
@@ -199,9 +206,9 @@ def test_an_optimizers_data_part_with_rows_that_no_gradient_reached(tmp_path: Pa
     record = read_precision_record(tmp_path / "p")
     assert (record["kind"], record["definition"]) == ("adam_v", "H = N*sqrt(v_hat)")
     whole = Posterior.from_optimizer(optimizer, model, n_data=N, prior_precision=7.0)
-    back = Posterior.load(tmp_path / "p", model=model, prior_precision=7.0)
+    loaded = Posterior.load(tmp_path / "p", model=model, prior_precision=7.0)
     for n in whole.mean:
-        assert torch.equal(back.precision(n), whole.precision(n))
+        assert torch.equal(loaded.precision(n), whole.precision(n))
 
 
 def test_ivons_prior_stays_inside(tmp_path: Path) -> None:
@@ -217,8 +224,8 @@ def test_ivons_prior_stays_inside(tmp_path: Path) -> None:
         left = 0.9 ** state["step"]
         learned = ((state["hess"] - left) / (1 - left)).clamp_min(0)
         assert torch.allclose(stored[n], N * (learned + 0.1))
-    back = Posterior.load(tmp_path / "p", model=model)
-    assert torch.equal(back.precision("1.bias"), captured.precision["1.bias"])
+    loaded = Posterior.load(tmp_path / "p", model=model)
+    assert torch.equal(loaded.precision("1.bias"), captured.precision["1.bias"])
 
 
 @pytest.mark.parametrize("structure", ["diag", "kron", "lowrank", "full"])
@@ -237,8 +244,8 @@ def test_parameters_may_be_called_as_buffers_and_priors_are(structure: str, tmp_
     data = (torch.randn(10, 3), torch.arange(10) % 2)
     q = fit_laplace(Task(model, data), structure=structure, prior_precision=1.0)
     q.save(tmp_path / "q.safetensors")
-    back = Posterior.load(tmp_path / "q.safetensors")
-    assert back.buffers.keys() == q.buffers.keys() != set()
+    loaded = Posterior.load(tmp_path / "q.safetensors")
+    assert loaded.buffers.keys() == q.buffers.keys() != set()
     for name in q.mean:
-        assert torch.equal(back.mean[name], q.mean[name])
-        assert torch.equal(back.variance(name), q.variance(name))
+        assert torch.equal(loaded.mean[name], q.mean[name])
+        assert torch.equal(loaded.variance(name), q.variance(name))

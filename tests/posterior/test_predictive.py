@@ -24,8 +24,9 @@ def data(seed: int = 0, n: int = N) -> tuple[Tensor, Tensor]:
     return x, torch.randint(3, (n,), generator=generator)
 
 
-def task_of(given: Any = None, **how: Any) -> blr.Task:
-    return blr.Task(mlp(), data() if given is None else given, **{"batch_size": 16, **how})
+def task_of(examples: Any = None, **options: Any) -> blr.Task:
+    examples = data() if examples is None else examples
+    return blr.Task(mlp(), examples, batch_size=16, **options)
 
 
 def unit(model: nn.Module, n: int) -> blr.Posterior:
@@ -54,24 +55,25 @@ def test_an_average_over_the_draws_that_sample_gives(structure: str) -> None:
     before = torch.get_rng_state()
     q = fitted(task, structure, 5 if structure == "lowrank" else None)
     with torch.inference_mode(), untouched(task.model):
-        found = q.predict(task, draws=3, generator=torch.Generator().manual_seed(1))
+        predictive = q.predict(task, draws=3, generator=torch.Generator().manual_seed(1))
     assert torch.equal(torch.get_rng_state(), before)
     generator = torch.Generator().manual_seed(1)
     probs = torch.zeros(N, 3, dtype=torch.float64)
-    y = data()[1]
+    x, y = data()
     for _ in range(3):
-        draw = q.sample(generator=generator)
-        probs += torch.func.functional_call(task.model, draw, (data()[0],)).softmax(-1) / 3
-    probs = probs.detach()
-    torch.testing.assert_close(found.mean, probs)
-    torch.testing.assert_close(found.losses, -probs.gather(1, y[:, None]).squeeze(1).log())
-    assert found.nll == pytest.approx(nn.functional.nll_loss(probs.log(), y).item())
+        weights = q.sample(generator=generator)
+        logits = torch.func.functional_call(task.model, weights, (x,)).detach()
+        probs += logits.softmax(-1) / 3
+    torch.testing.assert_close(predictive.mean, probs)
+    losses = nn.functional.nll_loss(probs.log(), y, reduction="none")
+    torch.testing.assert_close(predictive.losses, losses)
+    assert predictive.nll == pytest.approx(float(losses.mean()))
     right = probs.argmax(1) == y
-    assert found.accuracy == pytest.approx(right.double().mean().item())
+    assert predictive.accuracy == pytest.approx(right.double().mean().item())
     ece = error_of_calibration(probs.max(1).values, right)
-    assert found.calibration_error == pytest.approx(ece)
-    assert f"nll={found.nll:.4g}" in repr(found)
-    assert "draws=3" in repr(found)
+    assert predictive.calibration_error == pytest.approx(ece)
+    assert f"nll={predictive.nll:.4g}" in repr(predictive)
+    assert "draws=3" in repr(predictive)
 
 
 def test_linear_regression_in_closed_form() -> None:
@@ -84,54 +86,66 @@ def test_linear_regression_in_closed_form() -> None:
     mean = model.weight.detach().clone()
     q = blr.Posterior({"weight": mean}, {"weight": precision}, prior_precision=1.0, n_data=2)
     task = blr.Task(model, (x, y), likelihood=blr.Gaussian(variance=0.3), progress=False)
-    found = q.predict(task, draws=800, generator=torch.Generator().manual_seed(0))
-    spread = (0.3 + x.square() @ (1 / precision).mT).sqrt().squeeze(1)
-    exact = -Normal(x @ mean.squeeze(0), spread).log_prob(y)
-    torch.testing.assert_close(found.losses, exact, rtol=0, atol=0.1)
-    torch.testing.assert_close(found.mean.squeeze(1), x @ mean.squeeze(0), rtol=0, atol=0.1)
-    assert found.accuracy is found.calibration_error is None
+    predictive = q.predict(task, draws=800, generator=torch.Generator().manual_seed(0))
+    variance = 0.3 + x.square() @ (1 / precision).squeeze(0)
+    exact_mean = x @ mean.squeeze(0)
+    exact_losses = -Normal(exact_mean, variance.sqrt()).log_prob(y)
+    torch.testing.assert_close(predictive.losses, exact_losses, rtol=0, atol=0.1)
+    torch.testing.assert_close(predictive.mean.squeeze(1), exact_mean, rtol=0, atol=0.1)
+    assert predictive.accuracy is None
+    assert predictive.calibration_error is None
 
 
 def test_losses_are_minus_log_densities_or_say_what_they_are() -> None:
     x = torch.linspace(-1, 1, 9).double()[:, None]
     y = torch.arange(9.0).double()[:, None]
     free = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    mean = Graph(lambda m, x: torch.cat((m.free + x, torch.full_like(x, 2.0)), -1), free=free)
+
+    def mean_and_variance(m: Any, x: Tensor) -> Tensor:
+        return torch.cat((m.free + x, torch.full_like(x, 2.0)), -1)
+
+    density = Graph(mean_and_variance, free=free)
     rate = nn.Linear(1, 1).double()
+    normal_losses = -Normal(x, 2**0.5).log_prob(y)
+    poisson_losses = -Poisson(rate(x).exp()).log_prob(y)
     cases: list[tuple[nn.Module, Any, Tensor | None, str]] = [
-        (mean, nn.GaussianNLLLoss(), -Normal(x, 2**0.5).log_prob(y), "nll="),
-        (mean, nn.GaussianNLLLoss(full=True), -Normal(x, 2**0.5).log_prob(y), "nll="),
-        (rate, nn.PoissonNLLLoss(), -Poisson(rate(x).exp()).log_prob(y), "nll="),
+        (density, nn.GaussianNLLLoss(), normal_losses, "nll="),
+        (density, nn.GaussianNLLLoss(full=True), normal_losses, "nll="),
+        (rate, nn.PoissonNLLLoss(), poisson_losses, "nll="),
         (rate, nn.MSELoss(), (rate(x) - y) ** 2, "squared error="),
         (rate, nn.HuberLoss(), None, "Huber"),
     ]
     for model, loss, truth, word in cases:
         task = blr.Task(model, (x, y), likelihood=loss)
-        told = blr.fit_laplace(task, structure="diag", prior_precision=1.0).predict(task, draws=0)
-        assert word in repr(told)
-        assert ("nll=" in repr(told)) is (word == "nll=")
+        q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
+        predictive = q.predict(task, draws=0)
+        assert word in repr(predictive)
+        assert ("nll=" in repr(predictive)) is (word == "nll=")
         if truth is not None:
-            torch.testing.assert_close(told.losses, truth.detach().flatten())
+            torch.testing.assert_close(predictive.losses, truth.detach().flatten())
 
 
 def test_several_labels_are_right_together() -> None:
     x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
     y = (x + 0.8 * x.flip(0) > 0).float()
     task = blr.Task(nn.Linear(3, 3), (x, y), likelihood="bernoulli")
-    told = unit(task.model, 40).predict(task, draws=0)
+    predictive = unit(task.model, 40).predict(task, draws=0)
     p = task.model(x).sigmoid().detach()
-    assert told.accuracy == pytest.approx(((p > 0.5) == (y > 0)).all(1).float().mean().item())
+    is_right = (p > 0.5) == (y > 0)
+    share_of_right_rows = float(is_right.all(1).float().mean())
+    assert predictive.accuracy == pytest.approx(share_of_right_rows)
     confidence = torch.maximum(p, 1 - p).flatten().double()
-    ece = error_of_calibration(confidence, ((p > 0.5) == (y > 0)).flatten())
-    assert told.calibration_error == pytest.approx(ece)
+    ece = error_of_calibration(confidence, is_right.flatten())
+    assert predictive.calibration_error == pytest.approx(ece)
 
 
 def test_how_a_model_was_trained_is_no_part_of_what_it_predicts() -> None:
     weights = torch.tensor([1.0, 5.0, 9.0])
     loss = nn.CrossEntropyLoss(weight=weights, label_smoothing=0.2)
     q = fitted(task_of(), "diag", None)
-    plain, weighted = (q.predict(task_of(**how), 0).nll for how in ({}, {"likelihood": loss}))
-    assert weighted == pytest.approx(plain)
+    plain = q.predict(task_of(), 0)
+    weighted = q.predict(task_of(likelihood=loss), 0)
+    assert weighted.nll == pytest.approx(plain.nll)
 
 
 @pytest.mark.parametrize("probabilities", [False, True])
@@ -141,13 +155,14 @@ def test_ignored_targets_do_not_count(probabilities: bool) -> None:
     ignored[: N // 2] = -100
     loss = nn.CrossEntropyLoss(ignore_index=-100)
     q = fitted(task_of(), "diag", None)
-    some = q.predict(task_of((x, ignored), likelihood=loss), 0)
-    rest = y[N // 2 :]
-    rest = nn.functional.one_hot(rest, 3).double() if probabilities else rest
-    half = q.predict(task_of((x[N // 2 :], rest)), 0)
-    assert some.nll == pytest.approx(half.nll)
-    assert some.accuracy == half.accuracy
-    assert some.calibration_error == pytest.approx(half.calibration_error)
+    counted = q.predict(task_of((x, ignored), likelihood=loss), 0)
+    targets = y[N // 2 :]
+    if probabilities:
+        targets = nn.functional.one_hot(targets, 3).double()
+    half = q.predict(task_of((x[N // 2 :], targets)), 0)
+    assert counted.nll == pytest.approx(half.nll)
+    assert counted.accuracy == half.accuracy
+    assert counted.calibration_error == pytest.approx(half.calibration_error)
 
 
 def test_tokens_each_have_a_loss() -> None:
@@ -158,14 +173,13 @@ def test_tokens_each_have_a_loss() -> None:
     y[0, 3:] = -100
     q = unit(model, 5)
     task = blr.Task(model, (ids, y), likelihood="tokens")
-    found = q.predict(task, 2, generator=torch.Generator().manual_seed(0))
-    generator = torch.Generator().manual_seed(0)
-    draws = [q.sample(generator=generator) for _ in range(2)]
-    probs = sum(torch.func.functional_call(model, d, (ids,)).softmax(-1) / 2 for d in draws)
-    expected = nn.functional.nll_loss(probs.log().flatten(0, 1), y.flatten(), reduction="none")
-    torch.testing.assert_close(found.losses, expected[y.flatten() != -100].detach())
-    assert found.mean is None
-    assert len(found.losses) == 27
+    predictive = q.predict(task, 2, generator=torch.Generator().manual_seed(0))
+    probs = drawn(q, model, ids, 2).softmax(-1).mean(0)
+    labels = y.flatten()
+    losses = nn.functional.nll_loss(probs.log().flatten(0, 1), labels, reduction="none")
+    torch.testing.assert_close(predictive.losses, losses[labels != -100])
+    assert predictive.mean is None
+    assert len(predictive.losses) == 27
 
 
 def hand_made(probs: Tensor, labels: Tensor) -> dict[str, Any]:
@@ -183,12 +197,12 @@ def hand_made(probs: Tensor, labels: Tensor) -> dict[str, Any]:
     }
 
 
-def check_scores(found: Any, probs: Tensor, labels: Tensor) -> None:
+def check_scores(predictive: Any, probs: Tensor, labels: Tensor) -> None:
     for name, expected in hand_made(probs, labels).items():
-        torch.testing.assert_close(getattr(found, name), expected, msg=name)
+        torch.testing.assert_close(getattr(predictive, name), expected, msg=name)
     confidence, answer = probs.mean(0).max(-1)
     ece = error_of_calibration(confidence, answer == labels)
-    assert found.calibration_error == pytest.approx(ece)
+    assert predictive.calibration_error == pytest.approx(ece)
 
 
 def drawn(q: blr.Posterior, model: nn.Module, x: Tensor, draws: int) -> Tensor:
@@ -206,19 +220,18 @@ def test_how_sure_an_answer_is_by_definition() -> None:
     task = task_of()
     q = fitted(task, "diag", None)
     generator = torch.Generator().manual_seed(0)
-    found = q.predict(task, 6, generator=generator)
-    check_scores(found, drawn(q, task.model, x, 6).softmax(-1), y)
+    predictive = q.predict(task, 6, generator=generator)
+    check_scores(predictive, drawn(q, task.model, x, 6).softmax(-1), y)
     forms: list[Any] = [x, x.numpy(), TensorDataset(x), [{"input": row} for row in x], list(x)]
     for form in forms:
         bare = blr.Task(task.model, form, batch_size=16)
         alone = q.predict(bare, 6, generator=torch.Generator().manual_seed(0))
         assert len(alone) == N
         assert "no labels" in repr(alone)
-        scores = (alone.nll, alone.accuracy, alone.brier, alone.calibration_error)
-        assert scores == (None,) * 4
-        assert alone.losses is alone.targets is None
+        for name in ("nll", "accuracy", "brier", "calibration_error", "losses", "targets"):
+            assert getattr(alone, name) is None, name
         for name in ("mean", "variance", "entropy", "information"):
-            torch.testing.assert_close(getattr(alone, name), getattr(found, name))
+            torch.testing.assert_close(getattr(alone, name), getattr(predictive, name))
         assert "loss" not in alone.table
         with pytest.raises(blr.errors.BLRError, match="label"):
             blr.sensitivity(bare, q)
@@ -226,9 +239,10 @@ def test_how_sure_an_answer_is_by_definition() -> None:
 
 def test_a_single_network_has_no_spread() -> None:
     task = task_of()
-    found = fitted(task, "diag", None).predict(task, 0)
-    assert found.variance is found.information is None
-    assert found.entropy is not None
+    predictive = fitted(task, "diag", None).predict(task, 0)
+    assert predictive.variance is None
+    assert predictive.information is None
+    assert predictive.entropy is not None
 
 
 def test_entropies_of_a_normal() -> None:
@@ -239,14 +253,15 @@ def test_entropies_of_a_normal() -> None:
     y = torch.randn(7, 2, dtype=torch.float64)
     noise = torch.tensor([0.3, 2.0], dtype=torch.float64)
     task = blr.Task(model, (x, y), likelihood=blr.Gaussian(noise.tolist()))
-    found = q.predict(task, 5, generator=torch.Generator().manual_seed(0))
+    predictive = q.predict(task, 5, generator=torch.Generator().manual_seed(0))
     v = drawn(q, model, x, 5).var(0, correction=0)
-    torch.testing.assert_close(found.variance, v)
-    torch.testing.assert_close(found.entropy, Normal(0, (v + noise).sqrt()).entropy().sum(-1))
-    torch.testing.assert_close(found.information, 0.5 * (1 + v / noise).log().sum(-1))
-    assert found.brier is None
+    torch.testing.assert_close(predictive.variance, v)
+    torch.testing.assert_close(predictive.entropy, Normal(0, (v + noise).sqrt()).entropy().sum(-1))
+    torch.testing.assert_close(predictive.information, 0.5 * (1 + v / noise).log().sum(-1))
+    assert predictive.brier is None
     square = q.predict(blr.Task(model, (x, y), likelihood=nn.MSELoss()), 5)
-    assert square.entropy is square.information is None
+    assert square.entropy is None
+    assert square.information is None
     assert square.variance is not None
 
 
@@ -257,31 +272,33 @@ IMAGES = {"categorical": "categorical", "module": nn.CrossEntropyLoss(), "tokens
 def test_pixels_as_the_loss_of_torch_takes_them(likelihood: Any) -> None:
     """[B, C, H, W], in predictions, losses and gradients."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1)).double()
+    layers = [nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1)]
+    model = nn.Sequential(*layers).double()
     x = torch.randn(5, 1, 4, 6).double()
     y = torch.randint(3, (5, 4, 6))
     y[0, :2] = -100
     counts = (y != -100).flatten()
     task = blr.Task(model, (x, y), likelihood=likelihood, batch_size=2)
     q = unit(model, 5)
-    found = q.predict(task, 3, generator=torch.Generator().manual_seed(0))
-    probs = drawn(q, model, x, 3).softmax(2).movedim(2, -1).flatten(1, 3)[:, counts]
-    check_scores(found, probs, y.flatten()[counts])
-    assert torch.equal(found.example, torch.arange(5).repeat_interleave(24)[counts])
+    predictive = q.predict(task, 3, generator=torch.Generator().manual_seed(0))
+    probs = drawn(q, model, x, 3).softmax(2).movedim(2, -1)  # [draw, image, row, column, class]
+    check_scores(predictive, probs.flatten(1, 3)[:, counts], y.flatten()[counts])
+    assert torch.equal(predictive.example, torch.arange(5).repeat_interleave(24)[counts])
     bare = q.predict(blr.Task(model, x, likelihood="tokens"), 3)
     assert len(bare) == 5 * 24
     assert bare.nll is None
-    scores = blr.sensitivity(task, blr.fit_laplace(task, structure="diag", prior_precision=1.0))
+    fit = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
+    scores = blr.sensitivity(task, fit)
     losses = nn.functional.cross_entropy(model(x), y, reduction="none").sum((1, 2))
     torch.testing.assert_close(scores.losses, losses.detach())
 
 
 def test_the_picture_of_reliability() -> None:
     task = task_of()
-    found = fitted(task, "diag", None).predict(task, 3)
-    axes = found.plot()
+    predictive = fitted(task, "diag", None).predict(task, 3)
+    axes = predictive.plot()
     points = axes.collections[0].get_offsets()
-    bins = found.reliability()
+    bins = predictive.reliability()
     assert bins is not None
     torch.testing.assert_close(torch.as_tensor(points[:, 1].data), bins.accuracy)
     with pytest.raises(blr.errors.InputError, match="with labels"):

@@ -30,18 +30,20 @@ def test_the_penalty_of_a_converged_model_is_found(
 ) -> None:
     data = classes(seed)
     model = nn.Linear(4, 3).double()
-    start = {n: torch.full_like(p, 0.3) for n, p in model.state_dict().items()} if around else {}
+    start = None
+    if around:
+        start = {n: torch.full_like(p, 0.3) for n, p in model.state_dict().items()}
     task = blr.Task(minimised(model, data, delta, start=0.3 if around else 0.0), data)
-    how = {"structure": structure, "curvature": curvature}
-    q = blr.fit_laplace(task, initial=start or None, **how)
+    arguments = {"structure": structure, "curvature": curvature}
+    q = blr.fit_laplace(task, initial=start, **arguments)
     within = 3e-3 if curvature == "mc_fisher" else 1e-3
     assert q.prior_precision == pytest.approx(delta, rel=within)
-    about = q.record["prior_choice"]
-    assert about["rule"] == "stationarity"
-    assert about["explained"] > 0.999
-    same = blr.fit_laplace(task, prior_precision=q.prior_precision, **how)
+    choice = q.record["prior_choice"]
+    assert choice["rule"] == "stationarity"
+    assert choice["explained"] > 0.999
+    with_that_prior = blr.fit_laplace(task, prior_precision=q.prior_precision, **arguments)
     for name in q.mean:
-        assert torch.allclose(q.variance(name), same.variance(name), rtol=1e-3)
+        assert torch.allclose(q.variance(name), with_that_prior.variance(name), rtol=1e-3)
 
 
 def test_both_rules_against_dense_algebra() -> None:
@@ -49,14 +51,14 @@ def test_both_rules_against_dense_algebra() -> None:
     h, d, slope = (torch.randn(30, generator=g, dtype=torch.float64) for _ in range(3))
     h = 10 * h.square()
     slope = -2.0 * d + 0.3 * h.sqrt() * slope
-    delta, about = chosen_prior(Diagonal({"w": h}), {"w": d}, {"w": slope})
-    assert about["rule"] == "stationarity"
+    delta, choice = chosen_prior(Diagonal({"w": h}), {"w": d}, {"w": slope})
+    assert choice["rule"] == "stationarity"
     left = (slope + delta * d) / (h + delta)
     assert float(d @ left) == pytest.approx(0, abs=1e-4 * float((d * left).abs().sum()))
-    evidence = about["evidence"]
+    evidence = choice["evidence"]
     assert evidence * float(d @ d) == pytest.approx(float((h / (h + evidence)).sum()), rel=1e-4)
-    assert about["apart"] == pytest.approx(max(delta / evidence, evidence / delta))
-    assert 0 < about["explained"] < 1
+    assert choice["apart"] == pytest.approx(max(delta / evidence, evidence / delta))
+    assert 0 < choice["explained"] < 1
 
 
 def test_a_root_that_is_chance_gives_way_to_the_evidence() -> None:
@@ -65,14 +67,14 @@ def test_a_root_that_is_chance_gives_way_to_the_evidence() -> None:
     gap = {"w": torch.tensor([1.0, -1.0])}
     at = {"w": -1e-3 * gap["w"]}
     off = {"w": torch.tensor([3.0, 0.751])}
-    delta, about = chosen_prior(form, gap, at)
-    assert about["rule"] == "stationarity"
+    delta, choice = chosen_prior(form, gap, at)
+    assert choice["rule"] == "stationarity"
     assert delta == pytest.approx(1e-3, rel=1e-3)
-    delta, about = chosen_prior(form, gap, off)
-    assert about["rule"] == "evidence"
-    assert delta == about["evidence"]
-    assert about["stationarity"] < delta / 100
-    assert about["explained"] < 0.5
+    delta, choice = chosen_prior(form, gap, off)
+    assert choice["rule"] == "evidence"
+    assert delta == choice["evidence"]
+    assert choice["stationarity"] < delta / 100
+    assert choice["explained"] < 0.5
 
 
 def test_the_priors_mean_is_kept(tmp_path: Path) -> None:
@@ -80,9 +82,9 @@ def test_the_priors_mean_is_kept(tmp_path: Path) -> None:
     start = torch.arange(3.0).double()
     q = blr.Posterior(mean, mean, prior_precision=0.5, n_data=3, initial={"w": start})
     q.save(tmp_path / "q")
-    for held in (q, blr.Posterior.load(tmp_path / "q"), q.to("cpu", torch.float32)):
-        assert held.initial is not None
-        assert torch.equal(held.initial["w"].double(), start)
+    for copied in (q, blr.Posterior.load(tmp_path / "q"), q.to("cpu", torch.float32)):
+        assert copied.initial is not None
+        assert torch.equal(copied.initial["w"].double(), start)
 
 
 def stepped(make: Callable[..., torch.optim.Optimizer], **settings: float):
@@ -127,12 +129,12 @@ def test_elsewhere_the_weights_and_the_diagonal_decide(
     gaps = [m - first[n] if around else m for n, m in q.mean.items()]
     size = float(sum(gap.square().sum() for gap in gaps))
     assert delta * size == pytest.approx(float((h / (h + delta)).sum()), rel=1e-4)
-    about = q.record["prior_choice"]
-    assert about["rule"] == "evidence"
-    assert "fit_laplace" in about["unsure"]
+    choice = q.record["prior_choice"]
+    assert choice["rule"] == "evidence"
+    assert "fit_laplace" in choice["unsure"]
     assert (q.initial is not None) == around
     q.save(tmp_path / "q")
-    assert blr.Posterior.load(tmp_path / "q").record["prior_choice"] == about
+    assert blr.Posterior.load(tmp_path / "q").record["prior_choice"] == choice
 
 
 def test_the_prior_of_ivon_is_its_own() -> None:

@@ -120,14 +120,14 @@ def test_accumulated_microbatches_take_a_scale_and_are_warned_of_without(every: 
     for scale in (1.0, 0.5):
         model, x, y = example("mlp")
         recorder = KroneckerRecorder(model, every=every, scale=scale)
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for chosen in torch.arange(N).split(N // 2):
                 (cross_entropy(model(x[chosen]), y[chosen]) / 2).backward()
         recorder.remove()
-        assert [("scale=1/k" in str(w.message)) for w in said] == [True] * (scale == 1)
-    seen = slice(None) if every == 1 else slice(N // 2)
-    d = (model(x).softmax(1) - nn.functional.one_hot(y, 3)).detach()[seen]
+        assert [("scale=1/k" in str(w.message)) for w in caught] == [True] * (scale == 1)
+    recorded_rows = slice(None) if every == 1 else slice(N // 2)
+    d = (model(x).softmax(1) - nn.functional.one_hot(y, 3)).detach()[recorded_rows]
     torch.testing.assert_close(recorder.factors["2.weight"][1][0], d.T @ d / len(d))
 
 
@@ -135,15 +135,15 @@ def test_accumulated_microbatches_take_a_scale_and_are_warned_of_without(every: 
 def test_what_is_kept_is_the_mean_over_the_recorded_passes(beta2: float | None) -> None:
     model, x, y = example("mlp")
     recorder = KroneckerRecorder(model, every=3, beta2=beta2)
-    seen = []
+    factors = []
     for k in range(7):
         if k % 3 == 0:
             alone = KroneckerRecorder(copy.deepcopy(model), every=1)
             passed(alone._model, x, y, N)
-            seen.append(alone.factors["0.weight"][1])
+            factors.append(alone.factors["0.weight"][1])
         passed(model, x, y, N, lr=0.5)
     weights = torch.tensor([1.0] * 3 if beta2 is None else [beta2**2, beta2, 1.0]).double()
-    mean = sum(w * g for w, g in zip(weights / weights.sum(), seen, strict=True))
+    mean = sum(w * g for w, g in zip(weights / weights.sum(), factors, strict=True))
     torch.testing.assert_close(recorder.factors["0.weight"][1], mean)
     assert (recorder.passes, recorder.recorded) == (7, 3)
 
@@ -169,15 +169,14 @@ def test_a_recording_is_saved_and_goes_on(tmp_path: Path) -> None:
     passed(model, x, y, 6)
     torch.save({"recorder": first.state_dict()}, tmp_path / "run.pt")
     first.remove()
-    back = KroneckerRecorder(model, every=1)
-    back.load_state_dict(torch.load(tmp_path / "run.pt", weights_only=True)["recorder"])
+    restored = KroneckerRecorder(model, every=1)
+    restored.load_state_dict(torch.load(tmp_path / "run.pt", weights_only=True)["recorder"])
     passed(model, x, y, 6, lr=0.1)
-    one, two = (
-        blr.Posterior.from_recorder(r, model, n_data=N, prior_precision=1.0) for r in (whole, back)
-    )
-    for name in one.mean:
-        torch.testing.assert_close(one.precision(name), two.precision(name))
-    one.save(tmp_path / "q.safetensors")
+    of_whole = blr.Posterior.from_recorder(whole, model, n_data=N, prior_precision=1.0)
+    of_restored = blr.Posterior.from_recorder(restored, model, n_data=N, prior_precision=1.0)
+    for name in of_whole.mean:
+        torch.testing.assert_close(of_whole.precision(name), of_restored.precision(name))
+    of_whole.save(tmp_path / "q.safetensors")
     again = blr.Posterior.load(tmp_path / "q.safetensors")
     assert again.record["kind"] == "kron_recorded"
     assert again.record["recorded"] == 8
@@ -210,45 +209,50 @@ def test_layers_that_take_no_part_are_named_and_inputs_that_are_overwritten() ->
     outer = nn.Sequential(nn.Linear(4, 3))
     outer[0].weight.requires_grad_(False)
     KroneckerRecorder(outer, every=1)
-    given = torch.randn(6, 4)
-    loss = cross_entropy(outer(given), torch.arange(6) % 3)
-    given.add_(1.0)
+    inputs = torch.randn(6, 4)
+    loss = cross_entropy(outer(inputs), torch.arange(6) % 3)
+    inputs.add_(1.0)
     with pytest.raises(ModelError, match="in place"):
         loss.backward()
 
 
-@pytest.mark.parametrize("how", ["kron", "adam", "ivon"])
-def test_checkpoints_on_disk_hold_all_that_was_learned(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["kron", "adam", "ivon"])
+def test_checkpoints_on_disk_hold_all_that_was_learned(kind: str, tmp_path: Path) -> None:
     """The same posteriors as from memory, each as it was at its step; nothing but safetensors."""
     makers: dict[str, Any] = {
         "kron": lambda p: torch.optim.SGD(p, lr=0.3),
         "adam": lambda p: torch.optim.Adam(p, lr=0.01),
         "ivon": lambda p: blr.IVON(p, lr=0.1, ess=N, weight_decay=0.1, steps=32),
     }
-    actual = []
+    posteriors = []
     for folder in (None, tmp_path / "run"):
         model, x, y = example("mlp")
         torch.manual_seed(3)
-        optimizer = makers[how](model.parameters())
-        told: dict[str, Any] = {"structure": "kron"} if how == "kron" else {"optimizer": optimizer}
-        checkpoints = blr.Checkpoints(model, steps=32, folder=folder, **told)
-        prior = {} if how == "ivon" else {"prior_precision": 1.0}
+        optimizer = makers[kind](model.parameters())
+        checkpoints = blr.Checkpoints(
+            model,
+            steps=32,
+            folder=folder,
+            structure="kron" if kind == "kron" else None,
+            optimizer=None if kind == "kron" else optimizer,
+        )
         for _ in range(32):
             optimizer.zero_grad()
-            draws = optimizer.sampled_params(train=True) if how == "ivon" else torch.enable_grad()
+            draws = optimizer.sampled_params(train=True) if kind == "ivon" else torch.enable_grad()
             with draws:
                 cross_entropy(model(x), y).backward()
             optimizer.step()
             checkpoints.step()
         before = {n: p.clone() for n, p in model.state_dict().items()}
-        q = checkpoints.posterior(n_data=N, **prior)
+        prior_precision = None if kind == "ivon" else 1.0  # IVON knows its own
+        q = checkpoints.posterior(n_data=N, prior_precision=prior_precision)
         assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
-        actual.append(q)
-    assert [p.record["checkpoint"] for p in actual[0].earlier] == [1, 2, 3]
-    for one, two in zip(actual[0].run, actual[1].run, strict=True):
-        for name in one.mean:
-            assert torch.equal(one.mean[name], two.mean[name])
-            assert torch.equal(one.precision(name), two.precision(name))
+        posteriors.append(q)
+    assert [p.record["checkpoint"] for p in posteriors[0].earlier] == [1, 2, 3]
+    for in_memory, on_disk in zip(posteriors[0].run, posteriors[1].run, strict=True):
+        for name in in_memory.mean:
+            assert torch.equal(in_memory.mean[name], on_disk.mean[name])
+            assert torch.equal(in_memory.precision(name), on_disk.precision(name))
     files = sorted((tmp_path / "run").iterdir())
     assert files
     assert all(file.suffix == ".safetensors" for file in files)

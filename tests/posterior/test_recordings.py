@@ -22,24 +22,25 @@ X = normal(N, 4)
 Y = torch.arange(N) % 3
 
 
-def trained(model: nn.Module, recorder: KroneckerRecorder, passes: int, **how: Any) -> None:
+def trained(model: nn.Module, recorder: KroneckerRecorder, passes: int, **options: Any) -> None:
     """Passes over all data at fixed weights, by loops that people write."""
-    labels = how.get("labels", Y)
-    parts = how.get("parts", 1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, enabled=how.get("scaled", False))
+    labels = options.get("labels", Y)
+    parts = options.get("parts", 1)
+    reduction = options.get("sum", "mean")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, enabled=options.get("scaled", False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for _ in range(passes):
         optimizer.zero_grad()
         for chosen in torch.arange(N).split(N // parts):
-            loss = cross_entropy(model(X[chosen]), labels[chosen], reduction=how.get("sum", "mean"))
+            loss = cross_entropy(model(X[chosen]), labels[chosen], reduction=reduction)
             scaler.scale(loss / parts).backward()
         scaler.step(optimizer)
         scaler.update()
 
 
-def drawn(model: nn.Module, passes: int = 3, **how: Any) -> KroneckerRecorder:
+def drawn(model: nn.Module, passes: int = 3, **options: Any) -> KroneckerRecorder:
     recorder = KroneckerRecorder(model.train(), every=1, labels="drawn")
-    trained(model, recorder, passes, **how)
+    trained(model, recorder, passes, **options)
     recorder.remove()
     return recorder
 
@@ -69,14 +70,14 @@ def test_they_are_the_fishers_in_the_mean() -> None:
 
 
 @pytest.mark.parametrize(
-    "how", [{"scaled": True}, {"sum": "sum"}], ids=["a gradient scaler", "a sum"]
+    "options", [{"scaled": True}, {"sum": "sum"}], ids=["a gradient scaler", "a sum"]
 )
-def test_no_scale_of_the_loss_is_seen(how: dict[str, Any]) -> None:
+def test_no_scale_of_the_loss_is_seen(options: dict[str, Any]) -> None:
     plain = drawn(small())
-    other = drawn(small(), **how)
+    changed = drawn(small(), **options)
     for key, factors in plain.factors.items():
-        torch.testing.assert_close(other.factors[key], factors)
-    torch.testing.assert_close(other.gradient, plain.gradient)
+        torch.testing.assert_close(changed.factors[key], factors)
+    torch.testing.assert_close(changed.gradient, plain.gradient)
 
 
 def test_accumulated_microbatches_give_the_gradient_of_all() -> None:
@@ -92,9 +93,9 @@ def test_accumulated_microbatches_give_the_gradient_of_all() -> None:
 
 def test_checkpointed_activations_and_the_training_itself() -> None:
     plain = drawn(small())
-    other = drawn(checkpointed())
+    recomputed = drawn(checkpointed())
     for key, factors in plain.factors.items():
-        torch.testing.assert_close(other.factors[f"inner.{key}"], factors)
+        torch.testing.assert_close(recomputed.factors[f"inner.{key}"], factors)
     watched = small().train()
     alone = small().train()
     KroneckerRecorder(watched, every=1, labels="drawn")
@@ -108,10 +109,10 @@ def test_reentrant_checkpoints_have_the_labels_of_the_loss() -> None:
     parts = {"first": nn.Linear(4, 5), "last": nn.Linear(5, 3)}
     model = graph(lambda m, x: checkpoint(m.last, m.first(x), use_reentrant=True), **parts)
     recorder = drawn(model, passes=1)
-    given = KroneckerRecorder(model, every=1)
-    trained(model, given, 1)
+    of_loss = KroneckerRecorder(model, every=1)
+    trained(model, of_loss, 1)
     assert recorder.labels_used == "of the loss as trained"
-    for key, factors in given.factors.items():
+    for key, factors in of_loss.factors.items():
         torch.testing.assert_close(recorder.factors[key], factors)
 
 
@@ -166,10 +167,10 @@ def run(steps: int, resumed_at: int | None) -> blr.Posterior:
 
 
 def test_a_resumed_recording_is_the_same_to_the_bit() -> None:
-    one = run(64, None)
-    two = run(64, 32)
-    assert len(one.earlier) == len(two.earlier) == 3
-    for p, q in zip(one.run, two.run, strict=True):
+    whole = run(64, None)
+    resumed = run(64, 32)
+    assert len(whole.earlier) == len(resumed.earlier) == 3
+    for p, q in zip(whole.run, resumed.run, strict=True):
         for name in p.mean:
             assert torch.equal(p.precision(name), q.precision(name))
 
@@ -225,8 +226,8 @@ def test_the_memory_that_is_taken_is_said_beforehand(
         assert isinstance(state, Path) == in_folder
         if isinstance(state, dict):
             states.append(state)
-    taken = sum(tensor.nbytes for state in states for tensor in state.values())
-    assert taken <= announced <= 1.2 * taken
+    stored_bytes = sum(tensor.nbytes for state in states for tensor in state.values())
+    assert stored_bytes <= announced <= 1.2 * stored_bytes
 
 
 def test_of_an_adapter_its_own_layers_alone_are_recorded() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -36,19 +37,19 @@ ADDED = nn.Parameter(torch.zeros(3))
 TOKEN = Graph(lambda m, x: m.layer(x) + m.token, layer=nn.Linear(4, 3), token=ADDED)
 
 
-def task_of(model: nn.Module | None = None, **how: Any) -> blr.Task:
+def task_of(model: nn.Module | None = None, **options: Any) -> blr.Task:
     data = normal(N, 4), torch.arange(N) % 3
-    return blr.Task(mlp() if model is None else model, data, **how)
+    return blr.Task(mlp() if model is None else model, data, **options)
 
 
-def fit(model: nn.Module | None = None, **how: Any) -> Any:
-    return blr.fit_laplace(task_of(model), **{"prior_precision": 1.0, **how})
+def fit(model: nn.Module | None = None, **options: Any) -> Any:
+    return blr.fit_laplace(task_of(model), **{"prior_precision": 1.0, **options})
 
 
-def words(**how: Any) -> Any:
+def words(**options: Any) -> Any:
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5))
     ids = torch.zeros(4, 3, dtype=torch.long)
-    return blr.fit_laplace(blr.Task(model, (ids, ids), likelihood="tokens"), **how)
+    return blr.fit_laplace(blr.Task(model, (ids, ids), likelihood="tokens"), **options)
 
 
 def file_in(folder: Path) -> Path:
@@ -77,13 +78,14 @@ def unfrozen_meanwhile() -> blr.Posterior:
     return checkpoints.posterior(**TOLD)
 
 
-def flat(bias: float = 0.0, scale: float = 1.0, label: int = 0, **how: Any) -> Any:
+def flat(bias: float = 0.0, scale: float = 1.0, label: int = 0, **options: Any) -> Any:
     """A fit where no parameter has curvature."""
     model = nn.Linear(4, 2).double()
     model.bias.data = torch.tensor([bias, 0.0]).double()
     labels = torch.full((N,), label)
     loss = nn.CrossEntropyLoss()
-    return blr.fit_laplace(blr.Task(model, (scale * normal(N, 4), labels), likelihood=loss), **how)
+    task = blr.Task(model, (scale * normal(N, 4), labels), likelihood=loss)
+    return blr.fit_laplace(task, **options)
 
 
 def dead() -> nn.Module:
@@ -106,18 +108,22 @@ def weight_normed() -> nn.Module:
     return randomised(nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 3)))
 
 
-def stepped(make: Callable[..., Any] = torch.optim.Adam, **how: Any) -> tuple[nn.Module, Any]:
+def stepped(make: Callable[..., Any] = torch.optim.Adam, **settings: Any) -> tuple[nn.Module, Any]:
     model = mlp()
-    optimizer = make(model.parameters(), **how)
+    optimizer = make(model.parameters(), **settings)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
     return model, optimizer
 
 
-def live(make: Callable[..., Any] = torch.optim.Adam, how: Any = None, **told: Any) -> Any:
-    model, optimizer = stepped(make, **(how or {}))
-    return blr.Posterior.from_optimizer(optimizer, model, **{**TOLD, **told})
+def live(
+    make: Callable[..., Any] = torch.optim.Adam,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    **arguments: Any,
+) -> Any:
+    model, optimizer = stepped(make, **settings)
+    return blr.Posterior.from_optimizer(optimizer, model, **{**TOLD, **arguments})
 
 
 def muon() -> tuple[Callable[[], Any], Any]:
@@ -136,20 +142,20 @@ def sampled() -> Any:
         return blr.Posterior.from_optimizer(optimizer, model)
 
 
-def saved(path: Path, content: Any, model: nn.Module | None = None, **told: Any) -> Any:
+def saved(path: Path, content: Any, model: nn.Module | None = None, **arguments: Any) -> Any:
     torch.save(content, path / "state.pt")
     model = mlp() if model is None else model
-    return blr.Posterior.from_checkpoint(path / "state.pt", model, **{**TOLD, **told})
+    return blr.Posterior.from_checkpoint(path / "state.pt", model, **{**TOLD, **arguments})
 
 
-def state(make: Callable[..., Any] = torch.optim.Adam, **how: Any) -> dict[str, Any]:
-    return stepped(make, **how)[1].state_dict()
+def state(make: Callable[..., Any] = torch.optim.Adam, **settings: Any) -> dict[str, Any]:
+    return stepped(make, **settings)[1].state_dict()
 
 
 def damaged(change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     content = state()
-    for held in content["state"].values():
-        held["exp_avg_sq"] = change(held["exp_avg_sq"])
+    for slots in content["state"].values():
+        slots["exp_avg_sq"] = change(slots["exp_avg_sq"])
     return content
 
 
@@ -157,9 +163,9 @@ def trainer(path: Path, *, decay: float = 0.0, **files: Any) -> Any:
     """A Trainer's folder, of other files where they are given; None: of none."""
 
     def grouped(params: Any) -> torch.optim.Optimizer:
-        held = list(params)
-        spared = {"params": [p for p in held if p.ndim == 1], "weight_decay": decay}
-        rest = {"params": [p for p in held if p.ndim > 1]}
+        parameters = list(params)
+        spared = {"params": [p for p in parameters if p.ndim == 1], "weight_decay": decay}
+        rest = {"params": [p for p in parameters if p.ndim > 1]}
         return torch.optim.AdamW([rest, spared])
 
     model, optimizer = stepped(grouped)
@@ -177,8 +183,8 @@ def recorded(x: Any = 1.0, model: nn.Module | None = None, **changes: Any) -> An
     if x is not None:
         data = x * torch.ones(6, 4, dtype=torch.float64)
         nn.functional.cross_entropy(model(data), torch.arange(6) % 3).backward()
-    other = changes.get("change", lambda m: m)(model)
-    return blr.Posterior.from_recorder(changes.get("recorder", recorder), other, **TOLD)
+    later_model = changes.get("change", lambda m: m)(model)
+    return blr.Posterior.from_recorder(changes.get("recorder", recorder), later_model, **TOLD)
 
 
 def precision(path: Path, tensors: Any = None, **changes: Any) -> Any:
@@ -193,8 +199,8 @@ def record(path: Path, **changes: Any) -> Any:
     return read_precision_record(path / "p")
 
 
-def beside(path: Path, model: Any, **how: Any) -> Any:
-    write_precision(path / "p", FLAT, **ABOUT, **how)
+def beside(path: Path, model: Any, **fields: Any) -> Any:
+    write_precision(path / "p", FLAT, **ABOUT, **fields)
     return blr.Posterior.load(path / "p", model=model, prior_precision=1.0)
 
 
@@ -208,8 +214,8 @@ def kept(path: Path, **load: Any) -> Any:
     return blr.Posterior.load(path / "q", **load)
 
 
-def given(mean: Any = FLAT, precision: Any = FLAT, **how: Any) -> Any:
-    return blr.Posterior(mean, precision, **{"prior_precision": 1.0, "n_data": N, **how})
+def given(mean: Any = FLAT, precision: Any = FLAT, **fields: Any) -> Any:
+    return blr.Posterior(mean, precision, **{"prior_precision": 1.0, "n_data": N, **fields})
 
 
 CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [

@@ -38,10 +38,10 @@ def trained(
 @pytest.mark.parametrize("seed", range(2))
 def test_converged_stopped_and_of_another_loss(seed: int, dtype: torch.dtype) -> None:
     task, q = trained(seed, 200, dtype=dtype)
-    there = stationarity(task, q)
-    assert there.at_minimum
-    assert there.decrement < 1e-4
-    assert there.least_group == 1
+    converged = stationarity(task, q)
+    assert converged.at_minimum
+    assert converged.decrement < 1e-4
+    assert converged.least_group == 1
     assert q.at_minimum
     assert q.note == ""
     assert "at its minimum" in repr(q)
@@ -52,10 +52,10 @@ def test_converged_stopped_and_of_another_loss(seed: int, dtype: torch.dtype) ->
     task, q = trained(seed, 2, dtype=dtype)
     early = stationarity(task, q)
     assert not early.at_minimum
-    assert early.decrement > 10 * there.decrement
-    other = stationarity(*trained(seed, 200, FIFTEEN, dtype))
-    assert not other.near
-    assert "not at the minimum" in other.verdict
+    assert early.decrement > 10 * converged.decrement
+    of_another_loss = stationarity(*trained(seed, 200, FIFTEEN, dtype))
+    assert not of_another_loss.near
+    assert "not at the minimum" in of_another_loss.verdict
 
 
 @pytest.mark.parametrize("structure", ["full", "kron", "diag", "lowrank"])
@@ -66,10 +66,11 @@ def test_the_numbers_against_dense_algebra(structure: str) -> None:
     actual = stationarity(task, q)
     x, y = classes(0)
     error = torch.softmax(task.model(x).detach(), 1) - nn.functional.one_hot(y, 3)
-    each = torch.einsum("nc,ncp->np", error, dense_jacobian(task, task.parameters()))
+    gradients = torch.einsum("nc,ncp->np", error, dense_jacobian(task, task.parameters()))
     pull = DELTA * (flatten(q.mean) - 0.2)
-    g = each.sum(0) + pull
-    assert actual.residual == pytest.approx(float(g.norm() / (each.sum(0).norm() + pull.norm())))
+    scale = gradients.sum(0).norm() + pull.norm()
+    g = gradients.sum(0) + pull
+    assert actual.residual == pytest.approx(float(g.norm() / scale))
 
     def half_square(v: Tensor) -> float:
         parts = v.split([p.numel() for p in q.mean.values()])
@@ -77,7 +78,7 @@ def test_the_numbers_against_dense_algebra(structure: str) -> None:
         return 0.5 * float(v @ flatten(q.form.solve(tree)))
 
     assert actual.decrement == pytest.approx(half_square(g))
-    assert actual.pull == pytest.approx(sum(map(half_square, each)) / len(each))
+    assert actual.pull == pytest.approx(sum(map(half_square, gradients)) / len(gradients))
     assert actual.least_group == math.ceil(10 * actual.decrement / actual.pull)
     assert stationarity(task, q) == actual
 
@@ -90,10 +91,10 @@ def test_the_smallest_group_that_is_told_apart() -> None:
         (2.0, 0.5, 40),
         (1.0, 0.0, math.inf),
     ):
-        there = Stationarity(0.1, decrement, pull, 80)
-        assert there.least_group == group
-        assert (there.at_minimum, there.near) == (group == 1, group <= 40)
-        assert ("at the minimum" in there.verdict) == (there.at_minimum or group > 80)
+        rest = Stationarity(0.1, decrement, pull, 80)
+        assert rest.least_group == group
+        assert (rest.at_minimum, rest.near) == (group == 1, group <= 40)
+        assert ("at the minimum" in rest.verdict) == (rest.at_minimum or group > 80)
     assert not Stationarity(0.1, 2.05, 0.5, 80).near
 
 
@@ -105,13 +106,13 @@ def test_the_record_keeps_it(tmp_path: Path) -> None:
     assert "a guess" in q.note
     assert q.temperature == 0.15
     assert q.temperature_error is None
-    other = blr.fit_laplace(task, prior_precision=q.prior_precision)
-    assert other.stationarity is not None  # also where nothing was to be chosen
-    assert other.stationarity.decrement == pytest.approx(q.stationarity.decrement)
+    chosen_by_hand = blr.fit_laplace(task, prior_precision=q.prior_precision)
+    assert chosen_by_hand.stationarity is not None  # also where nothing was to be chosen
+    assert chosen_by_hand.stationarity.decrement == pytest.approx(q.stationarity.decrement)
     q.save(tmp_path / "q.safetensors")
-    back = blr.Posterior.load(tmp_path / "q.safetensors")
-    assert back.stationarity == q.stationarity == stationarity(task, back)
-    assert repr(back) == repr(q)
+    loaded = blr.Posterior.load(tmp_path / "q.safetensors")
+    assert loaded.stationarity == q.stationarity == stationarity(task, loaded)
+    assert repr(loaded) == repr(q)
     assert "off its minimum, temperature=0.15" in repr(q)
     diag = blr.fit_laplace(task, structure="diag")
     assert diag.temperature == 1
@@ -149,9 +150,9 @@ def test_another_model_and_other_data_are_told_once(word: str, tmp_path: Path) -
     _, q = fitted()
     q.save(tmp_path / "q")
     task = others()[word]
-    given = blr.Posterior(q.mean, q.form, prior_precision=1.0, n_data=q.n_data)
-    blr.sensitivity(fitted()[0], given)  # which knows what it met first
-    for met in (q, blr.Posterior.load(tmp_path / "q"), given):
+    of_hand = blr.Posterior(q.mean, q.form, prior_precision=1.0, n_data=q.n_data)
+    blr.sensitivity(fitted()[0], of_hand)  # which knows what it met first
+    for met in (q, blr.Posterior.load(tmp_path / "q"), of_hand):
         with pytest.warns(PosteriorWarning, match=word):
             blr.sensitivity(task, met)
         with warnings.catch_warnings():
@@ -171,9 +172,9 @@ def test_lawful_uses_are_not_told(tmp_path: Path) -> None:
     blr.sensitivity(blr.Task(copy.deepcopy(task.model), (x, y)), blr.Posterior.load(tmp_path / "q"))
     half = task.subset(range(0, 40))
     blr.sensitivity(half, blr.fit_laplace(half, prior_precision=1.0))
-    some = y.clone()
-    some[:3] = (some[:3] + 1) % 3  # a few labels mended
-    blr.sensitivity(blr.Task(task.model, (x, some)), q)
+    mended = y.clone()
+    mended[:3] = (mended[:3] + 1) % 3  # a few labels mended
+    blr.sensitivity(blr.Task(task.model, (x, mended)), q)
 
 
 @pytest.mark.parametrize("loss", [nn.MSELoss(), nn.BCEWithLogitsLoss()], ids=["MSE", "BCE"])
@@ -184,21 +185,22 @@ def test_a_mean_over_outputs_has_more_terms_than_examples(loss: nn.Module) -> No
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(n, 3, generator=generator)
     y = (x @ torch.randn(3, c, generator=generator) > 0).float()
-    for said, terms in (({}, n), ({"tokens": n * c}, n * c)):
+    for options, terms in (({}, n), ({"tokens": n * c}, n * c)):
         torch.manual_seed(0)
         model = nn.Linear(3, c)
-        made = torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=w)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=w)
         for _ in range(20):
-            made.zero_grad()
+            optimizer.zero_grad()
             loss(model(x), y).backward()
-            made.step()
-        q = blr.Posterior.from_optimizer(made, model, n_data=n, **said)
+            optimizer.step()
+        q = blr.Posterior.from_optimizer(optimizer, model, n_data=n, **options)
         assert q.prior_precision == pytest.approx(terms * w)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             blr.sensitivity(blr.Task(model, (x, y), likelihood=loss), q)
-        told = [str(t.message) for t in told if t.category is PosteriorWarning]
-        assert any(f"tokens={n * c}" in words for words in told) is not bool(said)
+        messages = [str(w.message) for w in caught if w.category is PosteriorWarning]
+        asks_for_tokens = any(f"tokens={n * c}" in message for message in messages)
+        assert asks_for_tokens is not bool(options)
 
 
 def test_a_layer_that_was_frozen_at_the_fit_and_trained_since_is_named() -> None:

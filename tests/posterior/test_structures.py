@@ -90,16 +90,16 @@ def test_any_shapes(shapes: list[tuple[int, ...]], seed: int, lead: list[int]) -
     size = flatten(values).numel()
     v = unflatten(torch.randn(*lead, size, generator=generator, dtype=torch.float64), values)
     for name in ("times", "solve", "root_solve"):
-        one = getattr(diagonal, name)(v)
-        two = getattr(full, name)(v)
-        for key, value in one.items():
+        of_diagonal = getattr(diagonal, name)(v)
+        of_full = getattr(full, name)(v)
+        for key, value in of_diagonal.items():
             assert value.shape == (*lead, *values[key].shape)
-            assert relative(two[key], value) < 1e-12
+            assert relative(of_full[key], value) < 1e-12
     assert float(diagonal.logdet()) == pytest.approx(float(full.logdet()), abs=1e-10)
     for inverse in (False, True):
-        one = diagonal.diagonal(inverse=inverse)
-        two = full.diagonal(inverse=inverse)
-        assert relative(flatten(two), flatten(one)) < 1e-12
+        of_diagonal = diagonal.diagonal(inverse=inverse)
+        of_full = full.diagonal(inverse=inverse)
+        assert relative(flatten(of_full), flatten(of_diagonal)) < 1e-12
 
 
 def wrapped(name: str, inside: nn.Module) -> nn.Module:
@@ -116,13 +116,14 @@ def test_posteriors_fit_wrapped_models_and_bare_ones(structure: str, name: str) 
     models = bare, wrapped(name, whole) if name == "module" else first
     tasks = [Task(model, (normal(8, 4), torch.arange(8) % 3)) for model in models]
     assert list(tasks[0].parameters()) != list(tasks[1].parameters())
-    how = dict(structure=structure, prior_precision=0.7)
-    for one, other in (tasks, tasks[::-1]):
-        q = fit_laplace(one, initial={n: p + 0.1 for n, p in one.parameters().items()}, **how)
-        own = sensitivity(one, q).self_influence
-        assert relative(sensitivity(other, q).self_influence, own) < 1e-10
-        moved = q.on(other)
-        assert list(moved.mean) == list(moved.initial) == list(other.parameters())
+    settings = dict(structure=structure, prior_precision=0.7)
+    for fitted_task, wrapped_task in (tasks, tasks[::-1]):
+        initial = {n: p + 0.1 for n, p in fitted_task.parameters().items()}
+        q = fit_laplace(fitted_task, initial=initial, **settings)
+        influence = sensitivity(fitted_task, q).self_influence
+        assert relative(sensitivity(wrapped_task, q).self_influence, influence) < 1e-10
+        moved = q.on(wrapped_task)
+        assert list(moved.mean) == list(moved.initial) == list(wrapped_task.parameters())
 
 
 def test_tied_weights_are_held_and_saved_once(tmp_path) -> None:
@@ -134,6 +135,6 @@ def test_tied_weights_are_held_and_saved_once(tmp_path) -> None:
     q.save(tmp_path / "q")
     names = json.loads(next((tmp_path / "q").glob("*.index.json")).read_text())["weight_map"]
     assert not any(name.startswith("read.weight") for name in names)
-    back = Posterior.load(tmp_path / "q")
-    assert relative(flatten(back.mean), flatten(q.mean)) == 0
-    assert back.on(task) is back
+    loaded = Posterior.load(tmp_path / "q")
+    assert relative(flatten(loaded.mean), flatten(q.mean)) == 0
+    assert loaded.on(task) is loaded

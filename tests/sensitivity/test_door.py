@@ -67,7 +67,7 @@ def monitored(task: blr.Task, q: blr.Posterior, test: blr.Task, place: Path) -> 
     blr.Monitor(task, test=test)(q, 1)
 
 
-def told(task: blr.Task, q: blr.Posterior, test: blr.Task, place: Path) -> None:
+def audited(task: blr.Task, q: blr.Posterior, test: blr.Task, place: Path) -> None:
     trust(task, q, investigate(task, q, test=test, by=None))
 
 
@@ -85,19 +85,19 @@ ANALYSES: dict[str, Callable[[blr.Task, blr.Posterior, blr.Task, Path], Any]] = 
     "predict": lambda task, q, test, place: q.predict(test, draws=2),
     "index": indexed,
     "monitor": monitored,
-    "audit": told,
+    "audit": audited,
 }
 
 
 @pytest.mark.filterwarnings(
     "ignore::blr_analysis.errors.PosteriorWarning", "ignore::RuntimeWarning"
 )
-@pytest.mark.parametrize("made", [captured, fitted])
+@pytest.mark.parametrize("make_problem", [captured, fitted])
 @pytest.mark.parametrize("analysis", ANALYSES)
 def test_a_posterior_leaves_an_analysis_as_it_came(
-    analysis: str, made: Callable[[], tuple[blr.Task, blr.Posterior]], tmp_path: Path
+    analysis: str, make_problem: Callable[[], tuple[blr.Task, blr.Posterior]], tmp_path: Path
 ) -> None:
-    task, q = made()
+    task, q = make_problem()
     before = snapshot(q)
     ANALYSES[analysis](task, q, blr.Task(task.model, data(1), progress=False), tmp_path)
     after = snapshot(q)
@@ -117,8 +117,8 @@ def test_what_the_fit_did_not_measure_is_measured_once() -> None:
     measured = stationarity(task, fit.changed(stationarity=None))
     assert measured.decrement == pytest.approx(fit.stationarity.decrement, rel=1e-4)
     assert measured.pull == pytest.approx(fit.stationarity.pull, rel=1e-4)
-    other = blr.Task(task.model, data(1), progress=False)
-    assert stationarity(other, q) != checked.stationarity
+    fresh_data = blr.Task(task.model, data(1), progress=False)
+    assert stationarity(fresh_data, q) != checked.stationarity
     assert stationarity(task, q) == checked.stationarity
 
 

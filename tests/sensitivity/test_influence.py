@@ -97,9 +97,9 @@ def of_kind(name: str) -> World:
 
 def bounded(task: blr.Task, memory_budget: int | None) -> blr.Task:
     """A few test gradients at a time, or all of them."""
-    where = task.subset(range(task.n_data))
-    where.memory_budget = memory_budget
-    return where
+    part = task.subset(range(task.n_data))
+    part.memory_budget = memory_budget
+    return part
 
 
 @pytest.mark.parametrize(
@@ -125,14 +125,14 @@ def test_influence_is_the_dense_product(
 def test_normalized_influence(world: World, structure: str, memory_budget: int | None) -> None:
     q = world.posterior(structure)
     task = bounded(world.task, memory_budget)
-    own, theirs = (
+    norms, test_norms = (
         (g @ covariance(q) * g).sum(1).sqrt() for g in (world.gradients, world.test_gradients)
     )
-    relative_influence = world.truth(q) / own[:, None]
+    relative_influence = world.truth(q) / norms[:, None]
     actual = blr.influence(task, q, world.test, normalize=True)
     assert relative(actual, relative_influence) < EXACT
     cosine = blr.influence(task, q, world.test, normalize="cosine")
-    assert relative(cosine, relative_influence / theirs) < EXACT
+    assert relative(cosine, relative_influence / test_norms) < EXACT
     assert float(cosine.abs().max()) <= 1
     top = blr.influence(task, q, world.test, k=3, normalize=True)
     torch.testing.assert_close(top.helpful_values, relative_influence.mT.topk(3).values)
@@ -173,16 +173,16 @@ def test_it_is_retraining_to_first_order_in_the_leverage(kind: str) -> None:
 
     gaps = []
     for copies in (8, 32):
-        many = x.repeat(copies, 1)
+        copies_of_x = x.repeat(copies, 1)
         targets = y.repeat(copies, *([1] * (y.ndim - 1)))
-        model = trained(kind, many, targets, 0.7, classes)
-        task = blr.Task(model, (many, targets), likelihood=kind)
+        model = trained(kind, copies_of_x, targets, 0.7, classes)
+        task = blr.Task(model, (copies_of_x, targets), likelihood=kind)
         test = blr.Task(model, (x_test, y_test), likelihood=kind)
         q = fit_at_rest(task, structure="full", prior_precision=0.7)
         actual = blr.influence(task, q, test)[:12]
-        weights = leave_one_out_weights(len(many))[:12]
-        each = retrained(kind, many, targets, weights, 0.7, classes)
-        truth = torch.stack([loss(linear(theta)) - loss(model) for theta in each])
+        weights = leave_one_out_weights(len(copies_of_x))[:12]
+        parameters = retrained(kind, copies_of_x, targets, weights, 0.7, classes)
+        truth = torch.stack([loss(linear(theta)) - loss(model) for theta in parameters])
         gaps.append(relative(actual, truth))
     assert gaps[1] < 0.1
     assert gaps[1] < gaps[0] / 3
@@ -207,43 +207,50 @@ def test_groups_are_sums(world: World, posterior: blr.Posterior) -> None:
     np.testing.assert_allclose(table.influence_per_example * table.n, table.influence)
 
 
-def test_it_is_a_tensor_that_is_copied_saved_and_drawn(
-    world: World, posterior: blr.Posterior
-) -> None:
-    actual = blr.influence(world.task, posterior, world.test)
-    x = world.truth(posterior)
-    assert isinstance(actual, Tensor)
-    assert actual.shape == (40, 7)
-    assert not actual.requires_grad
+def test_arithmetic_on_it_gives_plain_tensors(world: World, posterior: blr.Posterior) -> None:
+    influence = blr.influence(world.task, posterior, world.test)
+    truth = world.truth(posterior)
+    assert isinstance(influence, Tensor)
+    assert influence.shape == (40, 7)
+    assert not influence.requires_grad
     v = normal(7)
-    for ours, theirs in (
-        (actual[3], x[3]),
-        (actual @ v, x @ v),
-        (2 * actual, 2 * x),
-        (actual.T, x.T),
-        (torch.stack([actual, actual]), torch.stack([x, x])),
-        (actual[world.y == 1], x[world.y == 1]),
-        (actual.matrix, x),
+    is_one = world.y == 1
+    for actual, expected in (
+        (influence[3], truth[3]),
+        (influence @ v, truth @ v),
+        (2 * influence, 2 * truth),
+        (influence.T, truth.T),
+        (torch.stack([influence, influence]), torch.stack([truth, truth])),
+        (influence[is_one], truth[is_one]),
+        (influence.matrix, truth),
     ):
-        assert type(ours) is Tensor
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
-    assert np.asarray(actual).dtype == np.float64
-    assert pd.DataFrame(actual).shape == (40, 7)
-    twin = copy.deepcopy(actual)
+        assert type(actual) is Tensor
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+    assert np.asarray(influence).dtype == np.float64
+    assert pd.DataFrame(influence).shape == (40, 7)
+
+
+def test_it_is_copied_and_saved(world: World, posterior: blr.Posterior) -> None:
+    influence = blr.influence(world.task, posterior, world.test)
+    twin = copy.deepcopy(influence)
     assert isinstance(twin, Influence)
-    assert twin.data_ptr() != actual.data_ptr()
-    assert torch.equal(twin.top(2).helpful, actual.top(2).helpful)
+    assert twin.data_ptr() != influence.data_ptr()
+    assert torch.equal(twin.top(2).helpful, influence.top(2).helpful)
     file = io.BytesIO()
-    torch.save(actual, file)
+    torch.save(influence, file)
     file.seek(0)
-    for plain in (torch.load(file, weights_only=True), copy.copy(actual)):
+    for plain in (torch.load(file, weights_only=True), copy.copy(influence)):
         assert type(plain) is Tensor
-        assert torch.equal(plain, actual)
-    best = actual[:, 4].topk(3).values
-    worst = (-actual[:, 4]).topk(3).values
-    for result in (actual, actual.top(3)):
-        ax = result.plot(4, k=3, names=["cat", "dog", "cow"])
-        lengths = [bar.get_width() for bar in ax.patches]
+        assert torch.equal(plain, influence)
+
+
+def test_it_is_drawn_with_the_best_and_the_worst(world: World, posterior: blr.Posterior) -> None:
+    influence = blr.influence(world.task, posterior, world.test)
+    best = influence[:, 4].topk(3).values
+    worst = (-influence[:, 4]).topk(3).values
+    for result in (influence, influence.top(3)):
+        axes = result.plot(4, k=3, names=["cat", "dog", "cow"])
+        lengths = [bar.get_width() for bar in axes.patches]
         np.testing.assert_allclose(lengths, best.tolist() + (-worst).flip(0).tolist())
 
 
@@ -332,9 +339,9 @@ def test_sequences(structure: str) -> None:
 
 def test_the_error_of_two_tensors() -> None:
     exact = normal(50, 4)
-    same = ProjectionError.between(exact, exact)
-    assert (same.relative_rms, same.pairs) == (0.0, 200)
-    assert same.spearman == pytest.approx(1.0)
+    no_error = ProjectionError.between(exact, exact)
+    assert (no_error.relative_rms, no_error.pairs) == (0.0, 200)
+    assert no_error.spearman == pytest.approx(1.0)
     assert ProjectionError.between(-2 * exact, exact).relative_rms == pytest.approx(3.0)
     assert ProjectionError.between(-2 * exact, exact).spearman == pytest.approx(-1.0)
     assert math.isinf(ProjectionError.between(exact, 0 * exact).relative_rms)
@@ -351,8 +358,8 @@ def test_the_top_stays_within_the_budget() -> None:
     y = labels(n)
     task = blr.Task(model, (x, y), memory_budget=budget)
     test = blr.Task(model, (x[:m], y[:m]))
-    some = fit_at_rest(task.subset(range(50)), structure="kron", prior_precision=1.0)
-    q = blr.Posterior(some.mean, some.form, prior_precision=1.0, n_data=n)
+    small_fit = fit_at_rest(task.subset(range(50)), structure="kron", prior_precision=1.0)
+    q = blr.Posterior(small_fit.mean, small_fit.form, prior_precision=1.0, n_data=n)
     blr.influence(task, q, test.subset([0]))
 
     def run() -> None:
@@ -370,7 +377,7 @@ def test_what_no_memory_holds_is_named_before_it_is_allocated() -> None:
     x = torch.zeros(1, 4, dtype=torch.float64)
     y = torch.zeros(1, dtype=torch.long)
     task = blr.Task(mlp(), (x.expand(n, 4), y.expand(n)), likelihood="categorical")
-    one = {name: torch.ones_like(p) for name, p in task.parameters().items()}
-    q = blr.Posterior(task.parameters(), one, prior_precision=1.0, n_data=n)
+    precision = {name: torch.ones_like(p) for name, p in task.parameters().items()}
+    q = blr.Posterior(task.parameters(), precision, prior_precision=1.0, n_data=n)
     with pytest.raises(InputError, match=r"1,000,000.*use k="):
         blr.influence(task, q, task)
