@@ -307,8 +307,8 @@ def _retrained(task: Task, q: Posterior, chosen: Tensor, seed: int) -> tuple[Ten
     def training(seed: int) -> State:
         return trained(task, [(task, remaining, remaining)], recipe, seed, label=label)
 
-    def another() -> Tensor:
-        return losses_at(task, training(seed + 1), remaining)
+    def another(further: int) -> Tensor:
+        return losses_at(task, training(seed + 1 + further), remaining)
 
     state = training(seed)
     note = recipe.note

@@ -46,7 +46,7 @@ def retraining_note(
         losses_at(task, posterior.mean, stays),
         [losses_at(task, state, stays) for state in states],
         changed=changed,
-        another=lambda: losses_at(task, training(len(states)), stays),
+        another=lambda further: losses_at(task, training(len(states) + further), stays),
     )
 
 
@@ -108,5 +108,7 @@ class ReplayEndings:
             return losses_at(self.task, state)
 
         if self._whole_note is None:
-            self._whole_note = ending_note(model_losses, [ending(0)], another=lambda: ending(1))
+            self._whole_note = ending_note(
+                model_losses, [ending(0)], another=lambda further: ending(1 + further)
+            )
         return self._whole_note

@@ -469,7 +469,8 @@ def ending(task: Task, recipe: Recipe, losses: list[Tensor]) -> str:
     if not recipe.known:
         return ""
 
-    def another() -> Tensor:
-        return losses_at(task, trained(task, whole_data(task), recipe, len(losses)))
+    def another(further: int) -> Tensor:
+        seed = len(losses) + further
+        return losses_at(task, trained(task, whole_data(task), recipe, seed))
 
     return ending_note(losses_at(task, task.parameters()), losses, another=another)

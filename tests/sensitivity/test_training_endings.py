@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -271,23 +272,43 @@ def test_a_recipe_that_is_not_the_trainings_is_said_on_every_path() -> None:
         ([0.02, 0.03], True),
     ],
 )
-def test_trainings_are_others_beyond_twice_what_two_seeds_differ(
-    trainings: list[float], said: bool
-) -> None:
+def test_trainings_are_others_beyond_what_seeds_differ(trainings: list[float], said: bool) -> None:
     own = torch.full((50,), 0.2)
     note = ending_note(own, [torch.full((50,), loss) for loss in trainings])
     assert bool(note) is said
 
 
-def test_a_single_training_is_asked_for_another_where_it_ends_elsewhere() -> None:
-    own = torch.full((50,), 0.2)
-    calls = []
+def test_further_trainings_are_asked_for_only_where_those_so_far_end_elsewhere() -> None:
+    """One where it is like the model's own; two, and no more, where none of them is."""
+    model_losses = torch.full((50,), 0.2)
+    calls: list[int] = []
 
-    def another() -> Tensor:
-        calls.append(1)
-        return torch.full((50,), 0.21)
+    def another(loss: float) -> Callable[[int], Tensor]:
+        def train(further: int) -> Tensor:
+            calls.append(further)
+            return torch.full((50,), loss + 0.001 * further)
 
-    assert ending_note(own, [own + 0.01], another=another) == ""
+        return train
+
+    assert ending_note(model_losses, [model_losses + 0.01], another=another(0.21)) == ""
     assert calls == []
-    assert ending_note(own, [own + 0.3], another=another) == ""
-    assert calls == [1]
+    assert ending_note(model_losses, [model_losses + 0.3], another=another(0.21)) == ""
+    assert calls == [0]
+    assert WORDS in ending_note(model_losses, [model_losses + 0.3], another=another(0.5))
+    assert calls == [0, 0, 1]
+
+
+def test_correct_recipes_are_seldom_called_others() -> None:
+    """The model's own loss and those of the seeds drawn from one distribution, far apart."""
+    generator = torch.Generator().manual_seed(0)
+    n_false = 0
+    for _ in range(400):
+        model, *seeds = (1 + 0.3 * torch.randn(4, generator=generator)).tolist()
+        further = iter(seeds[1:])
+        note = ending_note(
+            torch.full((50,), model),
+            [torch.full((50,), seeds[0])],
+            another=lambda _, further=further: torch.full((50,), next(further)),
+        )
+        n_false += bool(note)
+    assert n_false <= 0.05 * 400
