@@ -58,7 +58,8 @@ def combine_into(
     multiples of it. ``base_precision`` holds δ already.
 
     Returns:
-        The number of entries where task arithmetic stands, see the module.
+        The number of entries where task arithmetic stands, see the module; what no model has
+        changed is not counted.
     """
     if scratch is None:
         scratch = Scratch()
@@ -73,11 +74,17 @@ def combine_into(
         if numbers_only:
             shares, undefined = _shares(weights, precisions, base_precision)
             block.add_up(start, parts, shares)
-            fallback += len(block.out) if undefined else 0
+            fallback += int(_moved(start, parts).sum()) if undefined else 0
         else:
             cut = [_entries(precision, piece) for precision in precisions]
             fallback += block.match(start, parts, weights, cut, _entries(base_precision, piece))
     return fallback
+
+
+def _moved(base: Tensor | None, models: Sequence[Tensor]) -> Tensor:
+    """Which entries a model has changed, or, without a base, has another number in."""
+    reference = models[0] if base is None else base
+    return torch.stack([model != reference for model in models]).any(0)
 
 
 def _entries(precision: PrecisionValue, piece: slice) -> PrecisionValue:
@@ -184,7 +191,7 @@ class _Workspace:
         arithmetic = self._arithmetic(start, models, weights)
         step.div_(total)
         torch.add(start, torch.where(is_undefined, arithmetic, step), out=self.out)
-        return int(is_undefined.sum())
+        return int((is_undefined & _moved(base, models)).sum())
 
     def _sums(
         self,

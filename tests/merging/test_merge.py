@@ -126,6 +126,25 @@ def test_entries_without_any_precision_are_counted(tmp_path: Path) -> None:
     assert torch.equal(merged["embed.weight"], arithmetic["embed.weight"])
 
 
+def test_entries_that_no_model_changed_are_not_counted(tmp_path: Path) -> None:
+    """Without a precision the base's number is right whatever the formula."""
+    base = state(0)
+    model = near(base, 1)
+    model["embed.weight"] = base["embed.weight"].clone()
+    model["embed.weight"][0, 0] += 1.0
+    nobody = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    root = write_model(tmp_path / "base", base)
+    folder = write_model(tmp_path / "ft", model, precision=nobody)
+    report = blr.merge(
+        root,
+        [folder],
+        method="gradient_matching",
+        precisions=[folder / "precision"],
+        out=tmp_path / "out",
+    )
+    assert report.fallback["embed.weight"] == 1
+
+
 def test_integers_that_agree_are_copied_and_others_refused() -> None:
     family = family_in_memory()
     for sd in (family["base"], *family["models"]):
