@@ -142,8 +142,10 @@ def test_a_network_forgets_less_with_a_memory() -> None:
     new = blr.Task(model, (x[~is_old], y[~is_old]))
     old = blr.Task(model, (x[is_old], y[is_old]))
     memory = blr.Task(model, (x[is_old][:10], y[is_old][:10]))
-    losses = [blr.adapt(new, posterior, kept, evaluate=old).nll for kept in (old, memory, None)]
-    assert losses[0] < losses[1] < losses[2]
+    with_all = blr.adapt(new, posterior, old, evaluate=old)
+    with_some = blr.adapt(new, posterior, memory, evaluate=old)
+    with_none = blr.adapt(new, posterior, None, evaluate=old)
+    assert with_all.nll < with_some.nll < with_none.nll
 
 
 def test_it_measures_where_it_is_asked() -> None:
@@ -168,35 +170,34 @@ def test_few_passes_are_said() -> None:
     assert "give more passes" in result.note
 
 
-def refused() -> list[tuple[str, type[BLRError], dict[str, Any], str]]:
+def refused() -> dict[str, tuple[dict[str, Any], type[BLRError], str]]:
+    """By a name: the arguments, the error, and words of its message."""
     x, y = classes()
     model, posterior = classification("kron")
     new = blr.Task(model, (x[NEW], y[NEW]))
-    low_rank = blr.fit_laplace(
-        blr.Task(model, (x[OLD], y[OLD])), structure="lowrank", rank=2, prior_precision=DELTA
-    )
-    other = nn.Linear(3, 2).double()
-    given = {"task": new, "posterior": posterior}
+    old = blr.Task(model, (x[OLD], y[OLD]))
+    low_rank = blr.fit_laplace(old, structure="lowrank", rank=2, prior_precision=DELTA)
+    everything = blr.Task(model, (x, y))
+    narrow = blr.Task(nn.Linear(3, 2).double(), (x[:, :3], y))
     gaussian = blr.Task(linear(1), (x[OLD], y[OLD].double()), likelihood="gaussian")
-    return [
-        ("data as they are", InputError, {**given, "task": (x, y)}, "task must be"),
-        ("no posterior", InputError, {**given, "posterior": None}, "posterior must be"),
-        ("no room", InputError, {**given, "posterior": low_rank}, "is no prior"),
-        ("no task", InputError, {**given, "memory": (x, y)}, "memory must be"),
-        ("more than all", InputError, {**given, "memory": blr.Task(model, (x, y))}, "part of the"),
-        ("no passes", InputError, {**given, "passes": 0}, "passes"),
-        (
-            "another model",
-            PosteriorError,
-            {**given, "task": blr.Task(other, (x[:, :3], y))},
-            "another model",
-        ),
-        ("other losses", InputError, {**given, "memory": gaussian}, "have the likelihood"),
-    ]
+    arguments = {"task": new, "posterior": posterior}
+    return {
+        "data as they are": ({**arguments, "task": (x, y)}, InputError, "task must be"),
+        "no posterior": ({**arguments, "posterior": None}, InputError, "posterior must be"),
+        "no room": ({**arguments, "posterior": low_rank}, InputError, "is no prior"),
+        "no task": ({**arguments, "memory": (x, y)}, InputError, "memory must be"),
+        "more than all": ({**arguments, "memory": everything}, InputError, "part of the"),
+        "no passes": ({**arguments, "passes": 0}, InputError, "passes"),
+        "another model": ({**arguments, "task": narrow}, PosteriorError, "another model"),
+        "other losses": ({**arguments, "memory": gaussian}, InputError, "have the likelihood"),
+    }
 
 
-@pytest.mark.parametrize("row", refused(), ids=lambda row: row[0])
-def test_refusals(row: tuple[str, type[BLRError], dict[str, Any], str]) -> None:
-    _, error, arguments, message = row
+REFUSED = refused()
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str) -> None:
+    arguments, error, message = REFUSED[case]
     with pytest.raises(error, match=message):
         blr.adapt(**arguments)

@@ -13,6 +13,7 @@ The oracle knows Jacobians J and errors e by autograd and torch's distributions,
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -72,11 +73,12 @@ def slope(kind: str, f: Tensor, y: Tensor) -> Tensor:
 
 def height(kind: str, f: Tensor, y: Tensor) -> Tensor:
     """Λ of each example, ``[N, C, C]``."""
-    each = [
-        torch.func.hessian(lambda out, t=t: loss(kind, out[None], t[None]).sum())(out)
-        for out, t in zip(f, y, strict=True)
-    ]
-    return torch.stack(each)
+
+    def loss_of_example(output: Tensor, target: Tensor) -> Tensor:
+        return loss(kind, output[None], target[None]).sum()
+
+    hessian = torch.func.hessian(loss_of_example)
+    return torch.stack([hessian(output, target) for output, target in zip(f, y, strict=True)])
 
 
 def weights_of(seed: int, outputs: int) -> dict[str, Tensor]:
@@ -107,7 +109,7 @@ class AnalysisContract:
 
     kind = "categorical"
     run = 1  # posteriors of one run
-    several = 1  # runs
+    n_runs = 1  # runs
     at_rest = False
     tau: float | None = None
 
@@ -117,15 +119,10 @@ class AnalysisContract:
 
     def test_sensitivity(self, world: World) -> None:
         scores = blr.sensitivity(world.task, world.given)
-        each = []
-        for ends in world.ends:
-            v = world.tau * ends.at[-1].v
-            e = world.error(ends)
-            move = torch.einsum("ncd,nd->nc", v, e)
-            each.append((e, v, (e * move).sum(-1), world.distance(ends.at[-1].f, move)))
-        names = ("error", "variance", "self_influence", "deviation")
-        for name, actual in zip(names, zip(*each, strict=True), strict=True):
-            world.close(getattr(scores, name), torch.stack(actual).mean(0))
+        by_run = [self.scores_of_run(world, ends) for ends in world.ends]
+        for name in ("error", "variance", "self_influence", "deviation"):
+            expected = torch.stack([of_run[name] for of_run in by_run]).mean(0)
+            world.close(getattr(scores, name), expected)
         world.close(scores.outputs, world.ends[-1].at[-1].f)
         world.close(scores.losses, world.ends[-1].at[-1].losses)
         light = blr.sensitivity(world.task, world.given, variance=False)
@@ -133,6 +130,18 @@ class AnalysisContract:
         assert light.variance is None
         assert light.deviation is None
         assert light.table.variance.isna().all()
+
+    def scores_of_run(self, world: World, ends: Ends) -> dict[str, Tensor]:
+        """e, V, eᵀ V e, and how far V e moves the prediction."""
+        v = world.tau * ends.at[-1].v
+        e = world.error(ends)
+        move = torch.einsum("ncd,nd->nc", v, e)
+        return {
+            "error": e,
+            "variance": v,
+            "self_influence": (e * move).sum(-1),
+            "deviation": world.distance(ends.at[-1].f, move),
+        }
 
     def test_leave_one_out(self, world: World) -> None:
         loo = blr.leave_one_out(world.task, world.given)
@@ -147,14 +156,14 @@ class AnalysisContract:
 
     def test_influence(self, world: World) -> None:
         actual = blr.influence(world.task, world.given, world.test)
-        each = []
+        by_checkpoint = []
         for ends in world.ends:
             for at in ends.at:
                 e = at.e if len(ends.at) > 1 else world.error(ends)
-                own = torch.einsum("nc,ncp->np", e, at.j)
-                theirs = torch.einsum("nc,ncp->np", at.h, at.k)
-                each.append(world.tau * own @ at.sigma @ theirs.mT)
-        truth = torch.stack(each).mean(0)
+                moves = torch.einsum("nc,ncp->np", e, at.j)
+                test_slopes = torch.einsum("nc,ncp->np", at.h, at.k)
+                by_checkpoint.append(world.tau * moves @ at.sigma @ test_slopes.mT)
+        truth = torch.stack(by_checkpoint).mean(0)
         world.close(actual, truth)
         top = blr.influence(world.task, world.given, world.test, k=4)
         world.close(top.helpful_values, truth.mT.topk(4).values)
@@ -165,7 +174,8 @@ class AnalysisContract:
         world.close(actual.losses, torch.stack(losses).mean(0))
         world.close(actual.left_out, blr.leave_one_out(world.task, world.given).losses)
         end = world.ends[-1].at[-1]
-        world.close(actual.unfamiliarity, (height(self.kind, end.f, end.y) * end.v).sum((1, 2)))
+        traces = (height(self.kind, end.f, end.y) * end.v).sum((1, 2))  # tr(Λ V)
+        world.close(actual.unfamiliarity, traces)
         suspected = self.contradicted(world, actual)
         assert all(suspected[i] for i, kind in enumerate(actual.kind) if kind == "label")
         first = actual.order[: int(suspected.sum())]
@@ -184,8 +194,9 @@ class AnalysisContract:
             votes = [at.f.argmax(1) != targets for at in world.ends[-1].at]
             without = left_out.argmax(1) != targets
         elif self.kind == "bernoulli":
-            votes = [((at.f > 0) != (targets > 0.5)).any(1) for at in world.ends[-1].at]
-            without = ((left_out > 0) != (targets > 0.5)).any(1)
+            is_one = targets > 0.5
+            votes = [((at.f > 0) != is_one).any(1) for at in world.ends[-1].at]
+            without = ((left_out > 0) != is_one).any(1)
         else:
             rank = actual.losses.argsort(descending=True).argsort()
             return rank < round(0.05 * len(rank))
@@ -202,17 +213,17 @@ class AnalysisContract:
             lam = height(self.kind, at.f, at.y)[GROUP]
             share = torch.einsum("ncp,ncd,ndq->pq", j, lam, j)
             left = at.s - world.projected(at.q, share)
-            mean = flatten(at.q.mean) + torch.linalg.solve(
-                left, torch.einsum("ncp,nc->p", j, at.e[GROUP])
-            )
+            gradient = torch.einsum("ncp,nc->p", j, at.e[GROUP])
+            mean = flatten(at.q.mean) + torch.linalg.solve(left, gradient)
             moved = unflatten(mean, at.q.mean)
             after = outputs_of(world.test, moved)
             changes.append(loss(self.kind, after, at.z) - loss(self.kind, at.g, at.z))
         world.close(flatten(result.parameters), mean)
-        world.close(result.after.losses, loss(self.kind, at.g, at.z) + torch.stack(changes).mean(0))
+        losses_after = loss(self.kind, at.g, at.z) + torch.stack(changes).mean(0)
+        world.close(result.after.losses, losses_after)
         applied = result.apply(copy.deepcopy(world.task.model))
-        own = loss(self.kind, applied(world.test.dataset.tensors[0]).detach(), at.z)
-        assert result.applied_nll == pytest.approx(float(own.mean()))
+        losses = loss(self.kind, applied(world.test.dataset.tensors[0]).detach(), at.z)
+        assert result.applied_nll == pytest.approx(float(losses.mean()))
         assert result.solver == "posterior"
         assert result.removed == 3
 
@@ -238,29 +249,30 @@ class Ends:
 class World:
     """A task, what is given to the analyses, and the oracle of each posterior behind it."""
 
-    def __init__(self, about: AnalysisContract, structure: str) -> None:
-        self.about = about
+    def __init__(self, contract: AnalysisContract, structure: str) -> None:
+        self.contract = contract
         self.structure = structure
-        outputs = {"categorical": 3, "gaussian": 2}.get(about.kind, 1)
+        outputs = {"categorical": 3, "gaussian": 2}.get(contract.kind, 1)
         x = normal(N, 4)
-        y = targets(about.kind, N, 1)
+        y = targets(contract.kind, N, 1)
         model = mlp(outputs=outputs, seed=3)
-        self.task = blr.Task(model, (x, y), likelihood=about.kind, progress=False)
-        data = normal(M, 4, seed=5), targets(about.kind, M, 6)
-        self.test = blr.Task(model, data, likelihood=about.kind, progress=False)
+        self.task = blr.Task(model, (x, y), likelihood=contract.kind, progress=False)
+        data = normal(M, 4, seed=5), targets(contract.kind, M, 6)
+        self.test = blr.Task(model, data, likelihood=contract.kind, progress=False)
         posteriors = []
-        for s in range(about.several):
-            each = [self._fitted(weights_of(3 + 10 * s + t, outputs)) for t in range(about.run)]
-            last = each.pop()
-            posteriors.append(self._said(last, each, about.several > 1))
-        self.given: Any = posteriors if about.several > 1 else posteriors[0]
+        for s in range(contract.n_runs):
+            seeds = [3 + 10 * s + t for t in range(contract.run)]
+            checkpoints = [self._fitted(weights_of(seed, outputs)) for seed in seeds]
+            last = checkpoints.pop()
+            posteriors.append(self._with_facts(last, checkpoints, contract.n_runs > 1))
+        self.given: Any = posteriors if contract.n_runs > 1 else posteriors[0]
         self.posteriors = posteriors
         model.load_state_dict(posteriors[-1].mean)
 
     @cached_property
     def ends(self) -> list[Ends]:
-        about = self.about.kind, self.task, self.test
-        return [Ends([At(*about, p) for p in q.run]) for q in self.posteriors]
+        problem = self.contract.kind, self.task, self.test
+        return [Ends([At(*problem, p) for p in q.run]) for q in self.posteriors]
 
     def _fitted(self, weights: dict[str, Tensor]) -> blr.Posterior:
         model = copy.deepcopy(self.task.model)
@@ -268,10 +280,12 @@ class World:
         task = self.task.under(model, self.task.device)
         return blr.fit_laplace(task, structure=self.structure, prior_precision=DELTA)
 
-    def _said(self, q: blr.Posterior, earlier: list[blr.Posterior], rerun: bool) -> blr.Posterior:
-        far = 0.0 if self.about.at_rest else 1e9
+    def _with_facts(
+        self, q: blr.Posterior, earlier: list[blr.Posterior], rerun: bool
+    ) -> blr.Posterior:
+        far = 0.0 if self.contract.at_rest else 1e9
         measured = Stationarity(far, far, 1.0, N, self.task.likelihood.recorded)
-        tau = self.about.tau
+        tau = self.contract.tau
         return q.changed(
             stationarity=measured,
             saturated=0.0,
@@ -283,33 +297,34 @@ class World:
     @property
     def tau(self) -> float:
         """Measured, or 1; a guess of .15 for Kronecker fits of classifiers off a minimum."""
-        if self.about.tau is not None:
-            return self.about.tau
-        classes = self.about.kind in ("categorical", "bernoulli")
-        return 0.15 if self.structure == "kron" and classes and not self.about.at_rest else 1.0
+        if self.contract.tau is not None:
+            return self.contract.tau
+        classes = self.contract.kind in ("categorical", "bernoulli")
+        is_guessed = self.structure == "kron" and classes and not self.contract.at_rest
+        return 0.15 if is_guessed else 1.0
 
     def error(self, ends: Ends) -> Tensor:
         """ē: the mean over the run; of the end of a classifier's alone, at .7 of the logits."""
         end = ends.at[-1]
-        classes = self.about.kind in ("categorical", "bernoulli")
-        if len(ends.at) == 1 and classes and not self.about.at_rest:
-            return slope(self.about.kind, 0.7 * end.f, end.y)
+        classes = self.contract.kind in ("categorical", "bernoulli")
+        if len(ends.at) == 1 and classes and not self.contract.at_rest:
+            return slope(self.contract.kind, 0.7 * end.f, end.y)
         return torch.stack([at.e for at in ends.at]).mean(0)
 
     def left_out(self, ends: Ends) -> Tensor:
         end = ends.at[-1]
         v = self.tau * end.v
         e = self.error(ends)
-        if not (self.about.at_rest and self.structure == "full"):
+        if not (self.contract.at_rest and self.structure == "full"):
             return torch.einsum("ncd,nd->nc", v, e)
-        lam = height(self.about.kind, end.f, end.y)
+        lam = height(self.contract.kind, end.f, end.y)
         eye = torch.eye(v.shape[-1], dtype=torch.float64)
         return torch.linalg.solve(eye - v @ lam, v @ e.unsqueeze(-1)).squeeze(-1)
 
     def distance(self, f: Tensor, move: Tensor) -> Tensor:
-        if self.about.kind in ("gaussian", "poisson"):
+        if self.contract.kind in ("gaussian", "poisson"):
             return move.norm(dim=-1)
-        act = torch.sigmoid if self.about.kind == "bernoulli" else nn.Softmax(-1)
+        act = torch.sigmoid if self.contract.kind == "bernoulli" else nn.Softmax(-1)
         return (act(f + move) - act(f)).abs().sum(-1)
 
     def projected(self, q: blr.Posterior, share: Tensor) -> Tensor:
@@ -337,7 +352,7 @@ class TestClassesOfARun(AnalysisContract):
 
 class TestClassesOfSeveralRuns(AnalysisContract):
     run = 2
-    several = 2
+    n_runs = 2
     tau = 0.4
 
 
@@ -362,56 +377,84 @@ class TestRegressionOffIt(AnalysisContract):
 
 class TestCountsOfSeveral(AnalysisContract):
     kind = "poisson"
-    several = 3
+    n_runs = 3
 
 
-def test_the_temperature_multiplies_v_and_nothing_else() -> None:
-    one = AnalysisContract()
-    four = AnalysisContract()
-    one.run = four.run = 3
-    one.tau = 0.2
-    four.tau = 0.8
-    small = World(one, "kron")
-    large = World(four, "kron")
-    task = small.task
-    test = small.test
-    q = small.given
-    p = large.given
-    close = World.close
-    a = blr.sensitivity(task, q)
-    b = blr.sensitivity(task, p)
-    close(b.variance, 4 * a.variance)
-    close(b.self_influence, 4 * a.self_influence)
-    close(b.error, a.error)
-    a = blr.leave_one_out(task, q)
-    b = blr.leave_one_out(task, p)
-    f = outputs_of(task, q.mean)
-    close(b.logits - f, 4 * (a.logits - f))
-    close(b.leverage, 4 * a.leverage)
-    close(b.unfamiliarity, a.unfamiliarity)
-    close(blr.influence(task, p, test), 4 * torch.as_tensor(blr.influence(task, q, test)))
-    for normalize in (True, "cosine"):
-        plain = blr.influence(task, q, test, normalize=normalize)
-        close(blr.influence(task, p, test, normalize=normalize), torch.as_tensor(plain))
-    a = blr.suspicious(task, q, seed=1)
-    b = blr.suspicious(task, p, seed=1)
-    close(b.losses, a.losses)
-    close(b.closeness, a.closeness)
-    for how in ({"solver": "posterior"}, {"solver": "cg", "passes": 3}):
-        actual = [blr.what_if(task, each, remove=GROUP, **how) for each in (q, p)]
-        close(flatten(actual[1].parameters), flatten(actual[0].parameters))
-    close(
-        flatten(p.sample(generator=torch.Generator().manual_seed(0))),
-        flatten(q.sample(generator=torch.Generator().manual_seed(0))),
-    )
+@dataclass
+class Tempered:
+    """A task, and one posterior at the temperatures .2 and .8."""
+
+    task: blr.Task
+    test: blr.Task
+    cold: blr.Posterior
+    warm: blr.Posterior
+
+
+@pytest.fixture(scope="module")
+def tempered() -> Tempered:
+    worlds = []
+    for temperature in (0.2, 0.8):
+        contract = AnalysisContract()
+        contract.run = 3
+        contract.tau = temperature
+        worlds.append(World(contract, "kron"))
+    cold, warm = worlds
+    return Tempered(cold.task, cold.test, cold.given, warm.given)
+
+
+def test_a_temperature_multiplies_variances(tempered: Tempered) -> None:
+    cold = blr.sensitivity(tempered.task, tempered.cold)
+    warm = blr.sensitivity(tempered.task, tempered.warm)
+    World.close(warm.variance, 4 * cold.variance)
+    World.close(warm.self_influence, 4 * cold.self_influence)
+    World.close(warm.error, cold.error)
+
+
+def test_a_temperature_multiplies_left_out_moves(tempered: Tempered) -> None:
+    cold = blr.leave_one_out(tempered.task, tempered.cold)
+    warm = blr.leave_one_out(tempered.task, tempered.warm)
+    f = outputs_of(tempered.task, tempered.cold.mean)
+    World.close(warm.logits - f, 4 * (cold.logits - f))
+    World.close(warm.leverage, 4 * cold.leverage)
+    World.close(warm.unfamiliarity, cold.unfamiliarity)
+
+
+@pytest.mark.parametrize(("normalize", "factor"), [(False, 4), (True, 1), ("cosine", 1)])
+def test_a_temperature_multiplies_influence_that_is_not_normalized(
+    tempered: Tempered, normalize: bool | str, factor: int
+) -> None:
+    task = tempered.task
+    cold = blr.influence(task, tempered.cold, tempered.test, normalize=normalize)
+    warm = blr.influence(task, tempered.warm, tempered.test, normalize=normalize)
+    World.close(warm, factor * torch.as_tensor(cold))
+
+
+def test_a_temperature_suspects_nothing_else(tempered: Tempered) -> None:
+    cold = blr.suspicious(tempered.task, tempered.cold, seed=1)
+    warm = blr.suspicious(tempered.task, tempered.warm, seed=1)
+    World.close(warm.losses, cold.losses)
+    World.close(warm.closeness, cold.closeness)
+
+
+@pytest.mark.parametrize("options", [{"solver": "posterior"}, {"solver": "cg", "passes": 3}])
+def test_a_temperature_moves_no_removal(tempered: Tempered, options: dict[str, Any]) -> None:
+    cold = blr.what_if(tempered.task, tempered.cold, remove=GROUP, **options)
+    warm = blr.what_if(tempered.task, tempered.warm, remove=GROUP, **options)
+    World.close(flatten(warm.parameters), flatten(cold.parameters))
+
+
+def test_a_temperature_changes_no_draw(tempered: Tempered) -> None:
+    cold = tempered.cold.sample(generator=torch.Generator().manual_seed(0))
+    warm = tempered.warm.sample(generator=torch.Generator().manual_seed(0))
+    World.close(flatten(warm), flatten(cold))
 
 
 @pytest.mark.parametrize("kind", ["categorical", "gaussian"])
 def test_single_precision_is_near(kind: str) -> None:
-    about = AnalysisContract()
-    about.kind = kind
-    about.at_rest = True
-    exact = World(about, "full")
+    contract = AnalysisContract()
+    contract.kind = kind
+    contract.at_rest = True
+    exact = World(contract, "full")
     x, y = exact.task.dataset.tensors
     y = y.float() if y.is_floating_point() else y
     task = blr.Task(copy.deepcopy(exact.task.model).float(), (x.float(), y), likelihood=kind)
@@ -438,7 +481,8 @@ def test_frozen_parameters_carry_no_variance() -> None:
     z = torch.cat([torch.tanh(model[0](x)).detach(), torch.ones(N, 1)], 1)
     gram = z.T @ z + DELTA * torch.eye(z.shape[1], dtype=torch.float64)
     hat = (z @ torch.linalg.inv(gram) * z).sum(1)
-    World.close(blr.sensitivity(task, q).variance, hat[:, None, None] * torch.eye(2).double())
+    variance = hat[:, None, None] * torch.eye(2, dtype=torch.float64)
+    World.close(blr.sensitivity(task, q).variance, variance)
 
 
 # One table of what is refused: call, error, a word.
@@ -448,9 +492,9 @@ class Bad:
     """A task, its posterior, and things that do not belong to them."""
 
     def __init__(self) -> None:
-        about = AnalysisContract()
-        about.at_rest = True
-        world = World(about, "kron")
+        contract = AnalysisContract()
+        contract.at_rest = True
+        world = World(contract, "kron")
         self.task = world.task
         self.test = world.test
         self.q = world.given

@@ -47,49 +47,49 @@ def test_converged_descent_is_retraining(change: str) -> None:
     labels = y.clone()
     weights = torch.zeros(1, 220)
     weights[:, :200] = 1
-    asked: dict = {}
+    change_of_data: dict = {}
     if change in ("remove", "all"):
-        asked["remove"] = y[:200] == 1
-        asked["remove"][:40] = False
-        weights[0, :200][asked["remove"]] = 0
+        change_of_data["remove"] = y[:200] == 1
+        change_of_data["remove"][:40] = False
+        weights[0, :200][change_of_data["remove"]] = 0
     if change in ("add", "all"):
-        asked["add"] = new
+        change_of_data["add"] = new
         weights[:, 200:] = 1
     if change in ("relabel", "all"):
-        asked["relabel"] = {i: 1 - float(y[i]) for i in (3, 0, 17, 30)}
-        for i, label in asked["relabel"].items():
+        change_of_data["relabel"] = {i: 1 - float(y[i]) for i in (3, 0, 17, 30)}
+        for i, label in change_of_data["relabel"].items():
             labels[i] = label
-    result = blr.what_if(task, q, **asked, solver="cg", passes=500)
+    result = blr.what_if(task, q, **change_of_data, solver="cg", passes=500)
     truth = retrained("bernoulli", x, labels, weights, DELTA)[0]
     assert result.converged
     assert relative(flat(result.parameters), truth) < 1e-5
-    one = blr.what_if(task, q, **asked, solver="posterior")
-    assert relative(flat(one.parameters), truth) > 0.01
+    step = blr.what_if(task, q, **change_of_data, solver="posterior")
+    assert relative(flat(step.parameters), truth) > 0.01
 
 
 def test_the_objective_never_rises_and_passes_are_counted(monkeypatch) -> None:
     """Of a network far from its minimum."""
     task = blr.Task(mlp(), (normal(300, 4), torch.arange(300) % 3))
     q = blr.fit_laplace(task, structure="kron", prior_precision=DELTA)
-    seen = 0
+    n_examples = 0
     run = blr.Task.run
 
     def counted(self, batch, params, indices=None):
-        nonlocal seen
-        seen += 0 if indices is None else len(indices)
+        nonlocal n_examples
+        n_examples += 0 if indices is None else len(indices)
         return run(self, batch, params, indices)
 
     monkeypatch.setattr(blr.Task, "run", counted)
     data = objective_after(task, q.prior, leaving=torch.arange(0, 300, 3))
     descent = Descent(data, q.form, data.at(dict(q.mean)))
     values = [descent.point.value]
-    start = seen
+    start = n_examples
     while descent.passes < 20:
         descent.move()
         values.append(descent.point.value)
     assert values == sorted(values, reverse=True)
     assert values[-1] < values[0] - 1e-3
-    assert (seen - start) / 200 == descent.passes - 1  # of the 200 that stay
+    assert (n_examples - start) / 200 == descent.passes - 1  # of the 200 that stay
     result = blr.what_if(
         task, q, remove=range(0, 300, 3), evaluate=task.subset([0]), solver="cg", passes=20
     )
@@ -116,10 +116,10 @@ def test_a_rare_class(structure: str) -> None:
     without = trained("categorical", x[y != 2], y[y != 2], 0.1, 3)
     truth = nn.functional.cross_entropy(without(x[y == 2]), y[y == 2]).item()
     assert result.nll == pytest.approx(truth, rel=1e-2)
-    one = blr.what_if(task, q, remove=y == 2, evaluate=test)
-    assert one.solver == "posterior"
-    assert one.passes == 0
-    assert one.nll < truth - 1
+    step = blr.what_if(task, q, remove=y == 2, evaluate=test)
+    assert step.solver == "posterior"
+    assert step.passes == 0
+    assert step.nll < truth - 1
 
 
 class Tempered(nn.Module):
@@ -167,10 +167,9 @@ def test_descents_go_as_far_as_the_precision_allows(variance: float, dtype: torc
     task = blr.Task(model.to(dtype), (x.to(dtype), y.to(dtype)), likelihood=likelihood)
     q = fit_at_rest(task, structure="diag", prior_precision=1.0)
     result = blr.what_if(task, q, remove=range(40), solver="cg", passes=1000)
-    kept = z[40:]
-    truth = torch.linalg.solve(
-        kept.T @ kept / variance + torch.eye(5).double(), kept.T @ y[40:] / variance
-    )
+    rest_inputs = z[40:]
+    precision = rest_inputs.T @ rest_inputs / variance + torch.eye(5).double()
+    truth = torch.linalg.solve(precision, rest_inputs.T @ y[40:] / variance)
     change = relative(flat(result.parameters)[0].double() - theta, truth - theta)
     assert change < (1e-5 if dtype == torch.float64 else 2e-2)
     full = fit_at_rest(task, structure="full", prior_precision=1.0)

@@ -61,10 +61,10 @@ def test_models_of_transformers_draw_their_own(build) -> None:
             torch.testing.assert_close(fresh[name].std(), p.detach().std(), rtol=0.2, atol=0)
             assert abs(float(fresh[name].mean())) < 0.1
     again = drawn(of_texts(model), 3)
-    other = drawn(of_texts(model), 4)
+    another_seed = drawn(of_texts(model), 4)
     name = next(iter(fresh))
     assert torch.equal(fresh[name], again[name])
-    assert not torch.equal(fresh[name], other[name])
+    assert not torch.equal(fresh[name], another_seed[name])
 
 
 class Scaled(nn.Module):

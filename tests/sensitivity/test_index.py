@@ -31,9 +31,9 @@ def language(seed: int = 0) -> blr.Task:
 
 
 def posterior(task: blr.Task, structure: str = "diag") -> blr.Posterior:
-    how: dict[str, Any] = {"prior_precision": 1.0}
-    how |= {} if structure == "gram" else {"curvature": "empirical_fisher"}
-    return fit_at_rest(task, structure=structure, **how)
+    if structure == "gram":
+        return fit_at_rest(task, structure="gram", prior_precision=1.0)
+    return fit_at_rest(task, structure=structure, curvature="empirical_fisher", prior_precision=1.0)
 
 
 @pytest.mark.parametrize(
@@ -46,16 +46,16 @@ def test_with_room_for_everything_it_is_exact(
     task = language()
     test = task_of(tiny_lm(tied=True), sequences(4))
     q = posterior(task, structure)
-    asked: dict[str, Any] = {"normalize": normalize}
+    options: dict[str, Any] = {"normalize": normalize}
     built = blr.Index.build(task, q, tmp_path / "i", rank=10**6, dtype="float64")
-    exact = blr.influence(task, q, test, **asked).matrix
+    exact = blr.influence(task, q, test, **options).matrix
     assert built.error.relative_rms < 1e-10
     index = blr.Index.open(tmp_path / "i")
-    assert relative(index.influence(test, **asked), exact) < 1e-10
+    assert relative(index.influence(test, **options), exact) < 1e-10
     assert relative(index.self_influence, blr.sensitivity(task, q).self_influence) < 1e-10
     assert index.examples["source"] == task.metadata["source"]
-    top = index.top(test, 3, **asked)
-    truth = blr.influence(task, q, test, k=3, **asked)
+    top = index.top(test, 3, **options)
+    truth = blr.influence(task, q, test, k=3, **options)
     assert torch.equal(top.helpful, truth.helpful)
     assert torch.equal(top.harmful, truth.harmful)
     assert list(top.table) == list(truth.table)
@@ -207,11 +207,11 @@ def test_few_numbers_err_as_they_say_and_are_refined(tmp_path: Path) -> None:
     task = language()
     test = task_of(tiny_lm(tied=True), sequences(4))
     q = posterior(task)
-    said: list[float] = []
+    reported: list[float] = []
     index = blr.Index.build(
-        task, q, tmp_path / "i", rank=60, heard=lambda error: said.append(error.relative_rms)
+        task, q, tmp_path / "i", rank=60, heard=lambda error: reported.append(error.relative_rms)
     )
-    assert said == [index.error.relative_rms]
+    assert reported == [index.error.relative_rms]
     assert index.numbers <= 60
     assert 0.02 < index.error.relative_rms < 2
     exact = blr.influence(task, q, test)
@@ -265,15 +265,15 @@ def test_a_build_that_ends_early_goes_on_to_the_same_bits(
         blr.Index.open(tmp_path / "i")
     monkeypatch.setattr(stored, "save_file", real)
     (left,) = (tmp_path / "i").glob("gradients-*")
-    kept = left.stat().st_mtime_ns
+    written = left.stat().st_mtime_ns
     blr.Index.build(task, q, tmp_path / "i", rank=100)
-    assert left.stat().st_mtime_ns == kept
+    assert left.stat().st_mtime_ns == written
     for file in (tmp_path / "whole").iterdir():
         assert (tmp_path / "i" / file.name).read_bytes() == file.read_bytes()
 
 
-@pytest.mark.parametrize("what", ["input", "target", "metadata"])
-def test_one_example_that_was_edited_is_other_data(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("edited_part", ["input", "target", "metadata"])
+def test_one_example_that_was_edited_is_other_data(tmp_path: Path, edited_part: str) -> None:
     """As it stands among those that nobody looks at, in data that are read in another way."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(N, 3, generator=generator)
@@ -289,9 +289,9 @@ def test_one_example_that_was_edited_is_other_data(tmp_path: Path, what: str) ->
     apart = torch.stack([y, y], 1)[:, 0]
     blr.Index.build(blr.Task(model, (x, apart), metadata={"source": source}), q, tmp_path / "i")
     blr.Index.build(task(), q, tmp_path / "i")
-    if what == "input":
+    if edited_part == "input":
         x[5, 1] += 1
-    elif what == "target":
+    elif edited_part == "target":
         y[5] = (y[5] + 1) % 3
     else:
         source[5] = "c"
@@ -305,9 +305,9 @@ def test_what_does_not_belong_is_refused_by_name(tmp_path: Path) -> None:
     task = language()
     q = posterior(task)
     index = blr.Index.build(task, q, tmp_path / "i", rank=100)
-    other = language(seed=3)
+    another_model = language(seed=3)
     with pytest.raises(StorageError, match="another posterior"):
-        blr.Index.build(other, posterior(other), tmp_path / "i", rank=100)
+        blr.Index.build(another_model, posterior(another_model), tmp_path / "i", rank=100)
     with pytest.raises(StorageError, match="another rank"):
         blr.Index.build(task, q, tmp_path / "i", rank=101)
     with pytest.raises(PosteriorError, match="another model"):
@@ -326,9 +326,10 @@ def test_what_does_not_belong_is_refused_by_name(tmp_path: Path) -> None:
     file = next((tmp_path / "i").glob("gradients-*"))
     whole = file.read_bytes()
     table = tmp_path / "i" / stored.EXAMPLES
-    kept = load_file(file)
-    for other, first in ((kept, "256"), ({n: t[:-1] for n, t in kept.items()}, "0")):
-        save_file({n: t.contiguous() for n, t in other.items()}, file, {"first": first})
+    gradients = load_file(file)
+    shortened = {n: t[:-1].contiguous() for n, t in gradients.items()}
+    for foreign, first in ((gradients, "256"), (shortened, "0")):
+        save_file(foreign, file, {"first": first})
         with pytest.raises(StorageError, match="another file of an index"):
             blr.Index.open(tmp_path / "i")
     file.write_bytes(whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
@@ -125,10 +126,10 @@ def test_press_for_any_shape(n: int, d: int, c: int, delta: float, noise: float,
     task, hat, residual = ridge_task(x, y, delta, noise)
     q = blr.fit_laplace(task, structure="full", prior_precision=delta)
     loo = blr.leave_one_out(task, q)
-    kept = loo.leverage < 1 - 1e-6  # where an example decides alone, no cavity is taken
-    assert loo.correction == ["cavity" if k else "bounded" for k in kept]
+    has_cavity = loo.leverage < 1 - 1e-6  # where an example decides alone, no cavity is taken
+    assert loo.correction == ["cavity" if k else "bounded" for k in has_cavity]
     left_out = residual / (1 - hat)[:, None]
-    for rows, rtol in ((kept & (hat < 0.999), 1e-6), (kept, 1e-2)):  # 1 − h cancels
+    for rows, rtol in ((has_cavity & (hat < 0.999), 1e-6), (has_cavity, 1e-2)):  # 1 − h cancels
         torch.testing.assert_close((y - loo.logits)[rows], left_out[rows], rtol=rtol, atol=1e-8)
 
 
@@ -305,37 +306,64 @@ def test_hundreds_of_classes(structure: str, correction: str) -> None:
             torch.testing.assert_close(loo.logits[i], moved, rtol=1e-8, atol=1e-10)
 
 
-def test_examples_that_do_not_count() -> None:
-    """Ignored targets leave no trace: the figures are those of the other examples alone."""
+@dataclass
+class Ignored:
+    """Examples of which a third has an ignored target, and the others alone, each with a fit."""
+
+    counts: Tensor
+    task: blr.Task
+    q: blr.Posterior
+    task_alone: blr.Task
+    q_alone: blr.Posterior
+
+
+@pytest.fixture
+def ignored() -> Ignored:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(60, 3, generator=generator, dtype=torch.float64)
     y = torch.randint(3, (60,), generator=generator)
-    kept = torch.arange(60) % 3 > 0
+    counts = torch.arange(60) % 3 > 0
     torch.manual_seed(0)
-    model = torch.nn.Linear(3, 3).double()
-    some = blr.Task(model, (x, torch.where(kept, y, -100)), likelihood=torch.nn.CrossEntropyLoss())
-    alone = blr.Task(model, (x[kept], y[kept]))
-    q, p = (fit_at_rest(task, structure="full", prior_precision=1.0) for task in (some, alone))
-    ours = blr.leave_one_out(some, q)
-    theirs = blr.leave_one_out(alone, p)
-    assert ours.nll == pytest.approx(theirs.nll)
-    assert ours.accuracy == theirs.accuracy
-    rows = int(kept.nonzero()[0]), 0
-    how = {"solver": "posterior"}
-    one = blr.what_if(some, q, remove=[rows[0]], evaluate=some, **how)
-    two = blr.what_if(alone, p, remove=[rows[1]], evaluate=alone, **how)
-    assert (one.before.nll, one.nll) == pytest.approx((two.before.nll, two.nll))
-    for mine, other in ((ours, theirs), (one.after, two.after)):
-        assert (mine.nll, mine.accuracy) == pytest.approx((other.nll, other.accuracy))
-    wrong = blr.suspicious(some, q)
-    right = blr.suspicious(alone, p)
-    assert wrong.proposed is not None
-    assert torch.equal(wrong.proposed[kept], right.proposed)
-    assert (wrong.proposed[~kept] == -100).all()
-    assert not {wrong.kind[i] for i in (~kept).nonzero().flatten()} & {"label"}
-    seen, less = (blr.Monitor(task)(z, 1) for task, z in ((some, q), (alone, p)))
+    model = nn.Linear(3, 3).double()
+    labels = torch.where(counts, y, -100)
+    task = blr.Task(model, (x, labels), likelihood=nn.CrossEntropyLoss())
+    task_alone = blr.Task(model, (x[counts], y[counts]))
+    q = fit_at_rest(task, structure="full", prior_precision=1.0)
+    q_alone = fit_at_rest(task_alone, structure="full", prior_precision=1.0)
+    return Ignored(counts, task, q, task_alone, q_alone)
+
+
+def test_ignored_examples_leave_no_trace_in_left_out_losses(ignored: Ignored) -> None:
+    loo = blr.leave_one_out(ignored.task, ignored.q)
+    expected = blr.leave_one_out(ignored.task_alone, ignored.q_alone)
+    assert loo.nll == pytest.approx(expected.nll)
+    assert loo.accuracy == expected.accuracy
+    row = blr.Monitor(ignored.task)(ignored.q, 1)
+    expected_row = blr.Monitor(ignored.task_alone)(ignored.q_alone, 1)
     for name in ("train_nll", "loo_nll", "train_accuracy"):
-        assert seen[name] == pytest.approx(less[name])
+        assert row[name] == pytest.approx(expected_row[name])
+
+
+def test_ignored_examples_leave_no_trace_in_removals(ignored: Ignored) -> None:
+    task = ignored.task
+    alone = ignored.task_alone
+    first = int(ignored.counts.nonzero()[0])
+    result = blr.what_if(task, ignored.q, remove=[first], evaluate=task, solver="posterior")
+    expected = blr.what_if(alone, ignored.q_alone, remove=[0], evaluate=alone, solver="posterior")
+    assert result.before.nll == pytest.approx(expected.before.nll)
+    assert result.nll == pytest.approx(expected.nll)
+    assert result.after.nll == pytest.approx(expected.after.nll)
+    assert result.after.accuracy == pytest.approx(expected.after.accuracy)
+
+
+def test_ignored_examples_are_not_suspected(ignored: Ignored) -> None:
+    suspicions = blr.suspicious(ignored.task, ignored.q)
+    expected = blr.suspicious(ignored.task_alone, ignored.q_alone)
+    assert suspicions.proposed is not None
+    assert torch.equal(suspicions.proposed[ignored.counts], expected.proposed)
+    assert (suspicions.proposed[~ignored.counts] == -100).all()
+    kinds_of_ignored = {suspicions.kind[i] for i in (~ignored.counts).nonzero().flatten()}
+    assert "label" not in kinds_of_ignored
 
 
 # Examples left out by a descent, against exact retraining.
@@ -353,10 +381,11 @@ def test_the_few_that_matter_make_leave_one_out_agree_with_retraining(
     steep = int((rough.leverage > 0.5).sum())
     assert f"{steep} left-out losses are rough estimates (leverage above 0.5)" in repr(rough)
     assert (fine.table["correction"] == "descent").sum() == 20
-    kept = torch.tensor([word != "descent" for word in fine.correction])
-    assert torch.equal(fine.logits[kept], rough.logits[kept])
-    gap, old = (float((loo.losses - cancer.losses)[~kept].abs().sum()) for loo in (fine, rough))
-    assert gap < 0.05 * old
+    is_rough = torch.tensor([word != "descent" for word in fine.correction])
+    assert torch.equal(fine.logits[is_rough], rough.logits[is_rough])
+    error = (fine.losses - cancer.losses)[~is_rough].abs().sum()
+    error_before = (rough.losses - cancer.losses)[~is_rough].abs().sum()
+    assert float(error) < 0.05 * float(error_before)
     if structure == "full":
         estimate = fine.losses - fine.losses_before
         assert float(estimate.sum() / cancer.rise.sum()) == pytest.approx(1, abs=0.01)
@@ -402,17 +431,22 @@ def test_moves_that_are_too_long_are_no_estimate(likelihood: str) -> None:
     """Left out below chance, with leverages above 1: said, and printed as no estimate."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(60, 40, generator=g)
-    y = (x[:, 0] > 0).long() if likelihood == "categorical" else (x[:, :1] > 0).float()
-    model = torch.nn.Linear(40, 2 if likelihood == "categorical" else 1)
+    if likelihood == "categorical":
+        y = (x[:, 0] > 0).long()
+        model = torch.nn.Linear(40, 2)
+    else:
+        y = (x[:, :1] > 0).float()
+        model = torch.nn.Linear(40, 1)
     task = blr.Task(model, (x, y), likelihood=likelihood)
     loose = {n: torch.full_like(p, 1e-3) for n, p in task.parameters().items()}
     tight = {n: torch.full_like(p, 1e5) for n, p in task.parameters().items()}
-    wild, tame = (
-        blr.leave_one_out(
-            task, blr.Posterior(task.parameters(), s, prior_precision=1e-4, n_data=60)
-        )
-        for s in (loose, tight)
-    )
+
+    def loo_of(precision: dict[str, Tensor]) -> LeaveOneOut:
+        q = blr.Posterior(task.parameters(), precision, prior_precision=1e-4, n_data=60)
+        return blr.leave_one_out(task, q)
+
+    wild = loo_of(loose)
+    tame = loo_of(tight)
     assert (wild.leverage >= 1).all()
     assert wild.is_below_chance
     assert "no estimate" in repr(wild)

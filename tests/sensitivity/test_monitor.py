@@ -123,9 +123,11 @@ def test_watched_examples_are_those_asked_for() -> None:
 def test_a_number_of_examples_is_drawn_once_by_its_seed() -> None:
     task = one_task()
     state = torch.get_rng_state()
-    first, second, other = (blr.Monitor(task, examples=8, seed=s).indices for s in (0, 0, 1))
+    first = blr.Monitor(task, examples=8, seed=0).indices
+    second = blr.Monitor(task, examples=8, seed=0).indices
+    another_seed = blr.Monitor(task, examples=8, seed=1).indices
     assert torch.equal(first, second)
-    assert not torch.equal(first, other)
+    assert not torch.equal(first, another_seed)
     assert len(first) == 8
     assert first.tolist() == sorted(set(first.tolist()))
     assert torch.equal(torch.get_rng_state(), state)
@@ -169,14 +171,16 @@ def trained(watch: bool) -> tuple[nn.Module, dict]:
 
 def test_a_watched_run_takes_the_same_steps() -> None:
     plain, before = trained(False)
-    seen, after = trained(True)
-    for (name, a), b in zip(plain.state_dict().items(), seen.state_dict().values(), strict=True):
-        assert torch.equal(a, b), name
-    assert [m.training for m in seen.modules()] == [m.training for m in plain.modules()]
-    assert seen.training
-    assert seen.norm.training
-    assert not seen.last.training
-    for a, b in zip(plain.parameters(), seen.parameters(), strict=True):
+    watched_model, after = trained(True)
+    watched_state = watched_model.state_dict()
+    assert list(watched_state) == list(plain.state_dict())
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(watched_state[name], tensor), name
+    assert [m.training for m in watched_model.modules()] == [m.training for m in plain.modules()]
+    assert watched_model.training
+    assert watched_model.norm.training
+    assert not watched_model.last.training
+    for a, b in zip(plain.parameters(), watched_model.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
     assert str(before) == str(after)
 
@@ -184,17 +188,18 @@ def test_a_watched_run_takes_the_same_steps() -> None:
 def test_only_due_epochs_are_recorded_and_paid_for() -> None:
     task = task_of()
     q = fitted(task)
-    made = []
+    modes_of_calls = []
 
     def make() -> blr.Posterior:
-        made.append(task.model.training)
+        modes_of_calls.append(task.model.training)
         return q
 
     task.model.train()
     monitor = blr.Monitor(task, every=3)
     rows = [monitor(make, epoch) for epoch in range(8)]
-    assert [row is not None for row in rows] == [epoch % 3 == 0 for epoch in range(8)]
-    assert made == [False] * 3  # in eval mode, so that a Laplace fit can follow training
+    recorded = [epoch for epoch, row in enumerate(rows) if row is not None]
+    assert recorded == [0, 3, 6]
+    assert modes_of_calls == [False] * 3  # in eval mode, so that a Laplace fit can follow training
     assert monitor.epochs == [0, 3, 6]
     assert len(monitor) == 3
     assert [monitor.due(epoch) for epoch in (8, 9)] == [False, True]
@@ -241,11 +246,11 @@ def test_what_was_recorded_survives_a_bad_call(case: str) -> None:
     task = one_task()
     monitor = watched(task, epochs=2)
     rows = str(monitor.rows)
-    seen = monitor.deviations
+    deviations_before = monitor.deviations
     with untouched(task.model), pytest.raises(kind, match=words):
         monitor(source, epoch)
     assert str(monitor.rows) == rows
-    assert torch.equal(monitor.deviations, seen)
+    assert torch.equal(monitor.deviations, deviations_before)
     assert monitor(posterior(1), 4) is not None  # and the run goes on
     assert monitor.epochs == [1, 2, 4]
 
@@ -392,8 +397,8 @@ def test_the_pictures_show_the_rows() -> None:
         "test data": table.test_nll.tolist(),
     }
     assert len(watched(task).plot().lines) == 2  # nothing where there is no test task
-    given = Figure().subplots()
-    assert monitor.plot(given) is given
+    axes = Figure().subplots()
+    assert monitor.plot(axes) is axes
     ax = monitor.plot(kind="sensitivities")
     highest = monitor.deviations[-1].argsort(descending=True)[:4].tolist()
     names = [f"example {i}" for i in highest]

@@ -58,20 +58,20 @@ def test_more_inputs_than_examples_are_press_too() -> None:
     x = u @ torch.randn(30, 300, generator=g, dtype=torch.float64)
     y = u[:, 0] + torch.randn(40, generator=g, dtype=torch.float64)
     grid = [1.0, 1e3, 1e4, 1e5]
-    found = select(ridge(x, y), grid)
+    selection = select(ridge(x, y), grid)
     truth = []
     for delta in grid:
         kernel = x @ x.T
         hat = kernel @ torch.linalg.inv(kernel + delta * torch.eye(40, dtype=x.dtype))
         truth.append(float(((y - hat @ y) / (1 - hat.diagonal())).square().mean()))
-    said = [2 * row["loo_nll"] - math.log(2 * math.pi) for row in found.rows]
-    assert said == pytest.approx(truth, rel=1e-4)
+    squares = [2 * row["loo_nll"] - math.log(2 * math.pi) for row in selection.rows]
+    assert squares == pytest.approx(truth, rel=1e-4)
 
 
 def test_ridge_regression_is_press_and_chooses_what_ridge_cv_chooses() -> None:
     x, y = diabetes()
-    found = select(ridge(x, y), structure="full")
-    for row in found.rows:
+    selection = select(ridge(x, y), structure="full")
+    for row in selection.rows:
         _, mse, hat = press(x, y, row["prior_precision"])
         nll = 0.5 * mse + 0.5 * math.log(2 * math.pi)
         assert row["loo_nll"] == pytest.approx(nll, rel=1e-9)
@@ -80,11 +80,11 @@ def test_ridge_regression_is_press_and_chooses_what_ridge_cv_chooses() -> None:
         assert row["residual"] <= 1e-8
         assert math.isnan(row["loo_accuracy"])
     theirs = RidgeCV(alphas=GRID, fit_intercept=False).fit(x.numpy(), y.numpy())
-    assert found.best == float(found) == theirs.alpha_
-    assert not found.at_edge
-    weight = found.posterior.mean["weight"][0]
+    assert selection.best == float(selection) == theirs.alpha_
+    assert not selection.at_edge
+    weight = selection.posterior.mean["weight"][0]
     assert weight.tolist() == pytest.approx(theirs.coef_.tolist(), rel=1e-7)
-    assert found.posterior.prior_precision == found.best
+    assert selection.posterior.prior_precision == selection.best
 
 
 @pytest.mark.parametrize("kind", ["bernoulli", "categorical", "poisson"])
@@ -101,9 +101,9 @@ def test_the_curve_of_a_generalised_linear_model_is_that_of_exact_retraining(kin
     likelihood = blr.likelihoods.resolve(kind)
     grid = [0.1, 1.0, 10.0, 100.0]
     start = linear(torch.zeros(outputs, x.shape[1] + 1, dtype=torch.float64))
-    found = select(blr.Task(start, (x, y), likelihood=kind), grid)
+    selection = select(blr.Task(start, (x, y), likelihood=kind), grid)
     truth = []
-    for row in found.rows:
+    for row in selection.rows:
         delta = row["prior_precision"]
         theta = retrained(kind, x, y, leave_one_out_weights(len(x)), delta, outputs)
         f = torch.einsum("ncd,nd->nc", theta, with_ones(x))
@@ -114,9 +114,9 @@ def test_the_curve_of_a_generalised_linear_model_is_that_of_exact_retraining(kin
         assert row["converged"]
         rise = (row["loo_nll"] - row["train_nll"]) / (truth[-1] - row["train_nll"])
         assert rise == pytest.approx(1, abs=0.06)  # of the left-out loss above the training loss
-    assert found.best == grid[truth.index(min(truth))]
-    best = retrained(kind, x, y, torch.ones(1, len(x)), found.best, outputs)[0]
-    torch.testing.assert_close(flat(found.posterior.mean), best, rtol=1e-6, atol=1e-9)
+    assert selection.best == grid[truth.index(min(truth))]
+    best = retrained(kind, x, y, torch.ones(1, len(x)), selection.best, outputs)[0]
+    torch.testing.assert_close(flat(selection.posterior.mean), best, rtol=1e-6, atol=1e-9)
 
 
 # The default fit.
@@ -151,24 +151,24 @@ def objective(task: blr.Task, params: dict[str, Tensor], delta: float) -> tuple[
 @pytest.mark.slow
 def test_a_network_comes_to_a_stationary_point_downhill(structure: str) -> None:
     task = network()
-    own = on_a_copy(task)
+    task_copy = on_a_copy(task)
     with untouched(task.model):
-        reached = train(own, 0.3, structure=structure, tolerance=1e-7, rounds=200)
+        reached = train(task_copy, 0.3, structure=structure, tolerance=1e-7, rounds=200)
     start, steep = objective(task, task.parameters(), 0.3)
     end, slope = objective(task, reached.params, 0.3)
     assert reached.residual <= 1e-7
     assert end < 0.8 * start
     assert slope < 1e-6 * steep
-    for name, p in own.parameters().items():
+    for name, p in task_copy.parameters().items():
         assert torch.equal(p, reached.params[name])
 
 
 @pytest.mark.slow
 def test_a_fit_that_does_not_converge_is_said() -> None:
-    found = select(kinked(), [0.1, 1.0])
-    assert [row["converged"] for row in found.rows] == [False, False]
-    assert "2 of the fits did not converge" in repr(found)
-    assert any(line.get_label() == "did not converge" for line in found.plot().lines)
+    selection = select(kinked(), [0.1, 1.0])
+    assert [row["converged"] for row in selection.rows] == [False, False]
+    assert "2 of the fits did not converge" in repr(selection)
+    assert any(line.get_label() == "did not converge" for line in selection.plot().lines)
     assert "converge" not in repr(select(ridge(*diabetes()), [1.0, 10.0, 100.0]))
 
 
@@ -178,22 +178,22 @@ def test_a_fit_that_does_not_converge_is_said() -> None:
 def test_one_s_own_training_gets_a_copy_of_the_model_each_time() -> None:
     x, y = diabetes()
     task = ridge(x, y)
-    seen = []
+    starts = []
 
-    def fit(given: blr.Task, delta: float) -> blr.Posterior:
-        assert given.model is not task.model
-        seen.append((delta, float(given.model.weight.detach().abs().sum())))
-        given.model.weight.data = press(x, y, delta)[0][None]
-        return blr.fit_laplace(given, structure="full", prior_precision=delta)
+    def fit(copy_of_task: blr.Task, delta: float) -> blr.Posterior:
+        assert copy_of_task.model is not task.model
+        starts.append((delta, float(copy_of_task.model.weight.detach().abs().sum())))
+        copy_of_task.model.weight.data = press(x, y, delta)[0][None]
+        return blr.fit_laplace(copy_of_task, structure="full", prior_precision=delta)
 
     with untouched(task.model):
-        found = select(task, fit=fit)
-    assert seen == [(delta, 0.0) for delta in GRID]  # always from the model's own weights
+        selection = select(task, fit=fit)
+    assert starts == [(delta, 0.0) for delta in GRID]  # always from the model's own weights
     theirs = select(task, structure="full")
-    assert found.best == theirs.best
-    for a, b in zip(found.rows, theirs.rows, strict=True):
+    assert selection.best == theirs.best
+    for a, b in zip(selection.rows, theirs.rows, strict=True):
         assert a["loo_nll"] == pytest.approx(b["loo_nll"], rel=1e-9)
-    assert "converged" not in found.table
+    assert "converged" not in selection.table
 
 
 # The grid, the test data, what comes back.
@@ -205,32 +205,32 @@ def test_a_best_at_the_edge_is_said() -> None:
     assert not inside.at_edge
     assert "edge" not in repr(inside)
     for grid in (GRID[: GRID.index(inside.best) + 1], GRID[GRID.index(inside.best) :]):
-        found = select(task, grid)
-        assert found.best == inside.best
-        assert found.at_edge
-        assert "at the edge of the grid" in repr(found)
-        assert "edge" in found.plot().get_title()
+        selection = select(task, grid)
+        assert selection.best == inside.best
+        assert selection.at_edge
+        assert "at the edge of the grid" in repr(selection)
+        assert "edge" in selection.plot().get_title()
 
 
 def test_the_test_loss_stands_beside_the_estimate() -> None:
     x, y = diabetes()
     task = ridge(x[:300], y[:300])
-    found = select(task, structure="full", test=ridge(x[300:], y[300:]))
-    for row in found.rows:
+    selection = select(task, structure="full", test=ridge(x[300:], y[300:]))
+    for row in selection.rows:
         w, _, _ = press(x[:300], y[:300], row["prior_precision"])
         mse = float((y[300:] - x[300:] @ w).square().mean())
         nll = 0.5 * mse + 0.5 * math.log(2 * math.pi)
         assert row["test_nll"] == pytest.approx(nll, rel=1e-9)
-    table = found.table
+    table = selection.table
     assert list(table)[:2] == ["prior_precision", "train_nll"]
     assert list(table)[2:5] == ["train_accuracy", "loo_nll", "loo_accuracy"]
     assert list(table)[5:9] == ["max_leverage", "rough", "test_nll", "test_accuracy"]
-    assert table.loo_nll.idxmin() == GRID.index(found.best)
-    curves = {line.get_label(): list(line.get_ydata()) for line in found.plot().lines}
+    assert table.loo_nll.idxmin() == GRID.index(selection.best)
+    curves = {line.get_label(): list(line.get_ydata()) for line in selection.plot().lines}
     assert curves["leave-one-out, from training data"] == table.loo_nll.tolist()
     assert curves["test data"] == table.test_nll.tolist()
-    assert curves[f"chosen: {found.best:g}"] == [table.loo_nll.min()]
-    given = Figure().subplots()
-    assert found.plot(given) is given
-    assert given.get_xscale() == "log"
+    assert curves[f"chosen: {selection.best:g}"] == [table.loo_nll.min()]
+    axes = Figure().subplots()
+    assert selection.plot(axes) is axes
+    assert axes.get_xscale() == "log"
     assert "test data" not in [line.get_label() for line in select(task).plot().lines]

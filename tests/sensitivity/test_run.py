@@ -40,13 +40,13 @@ def digits(start: int = 0, count: int = N) -> tuple[Tensor, Tensor]:
     return torch.from_numpy((x[rows] - 4.9) / 6.0), torch.from_numpy(y[rows]).long()
 
 
-def run(seed: int = 0, **how: Any) -> tuple[nn.Sequential, blr.Checkpoints]:
+def run(seed: int = 0, **options: Any) -> tuple[nn.Sequential, blr.Checkpoints]:
     """A training in a loop of one's own, stopped off the minimum."""
     model = network(seed)
     x, y = digits()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     steps = EPOCHS * N // BATCH
-    checkpoints = blr.Checkpoints(model, steps=steps, **how)
+    checkpoints = blr.Checkpoints(model, steps=steps, **options)
     for _ in range(EPOCHS):
         for batch in torch.randperm(N).split(BATCH):
             optimizer.zero_grad()
@@ -113,11 +113,13 @@ def test_checkpoints_from_dicts_files_and_a_trainers_folder(tmp_path: Path) -> N
         place.mkdir()
         save_file({n: t.contiguous() for n, t in state.items()}, place / "model.safetensors")
     files = [tmp_path / f"checkpoint-{2**k}" / "model.safetensors" for k in range(3)]
-    last = state_of(model)
-    for given in ([*states, last], files, tmp_path):
-        actual = list(blr.Task(model, digits(), checkpoints=given).checkpoints)
-        assert len(actual) == 3
-        assert all(torch.equal(a[n], b[n]) for a, b in zip(actual, states, strict=True) for n in b)
+    with_last = [*states, state_of(model)]
+    for source in (with_last, files, tmp_path):
+        checkpoints = blr.Task(model, digits(), checkpoints=source).checkpoints
+        assert len(checkpoints) == 3
+        for actual, expected in zip(checkpoints, states, strict=True):
+            for name, tensor in expected.items():
+                assert torch.equal(actual[name], tensor)
 
 
 @pytest.mark.parametrize(
@@ -136,29 +138,29 @@ def test_bad_checkpoints_are_one_clear_error(change: Any, error: type, word: str
 
 
 @pytest.mark.parametrize(
-    "asked",
+    ("arguments", "words"),
     [
-        {"lr": 0.1, "epochs": 3},
-        {"epochs": 3, "batch_size": 4},
-        {**RECIPE, "lr": -1.0},
-        {**RECIPE, "schedule": "warm"},
-        {**RECIPE, "optimizer": "nothing"},
-        {**RECIPE, "no_setting": 1},
-        {**RECIPE, "epochs": math.inf},
-        {**RECIPE, "warmup": 1},
-        {**RECIPE, "warmup": 0.1, "schedule": [(0, 1)]},
-        {**RECIPE, "schedule": [(0.5, 1), (0.1, 1)]},
-        {**RECIPE, "schedule": [(0, 1), (1, -1)]},
-        {**RECIPE, "schedule": []},
-        {**RECIPE, "max_grad_norm": 0},
-        {**RECIPE, "groups": ["*.bias"]},
-        {**RECIPE, "groups": [{"params": ["*.bias"], "no_setting": 1}]},
-        {"train": 3},
+        ({"lr": 0.1, "epochs": 3}, "needs epochs= and batch_size="),
+        ({"epochs": 3, "batch_size": 4}, "needs lr="),
+        ({**RECIPE, "lr": -1.0}, "lr must be positive"),
+        ({**RECIPE, "schedule": "warm"}, "schedule must be None"),
+        ({**RECIPE, "optimizer": "nothing"}, "optimizer must be one of"),
+        ({**RECIPE, "no_setting": 1}, "no_setting"),
+        ({**RECIPE, "epochs": math.inf}, "epochs must be positive and finite"),
+        ({**RECIPE, "warmup": 1}, "warmup must be a share"),
+        ({**RECIPE, "warmup": 0.1, "schedule": [(0, 1)]}, "warmup= goes with a schedule's name"),
+        ({**RECIPE, "schedule": [(0.5, 1), (0.1, 1)]}, "parts rising from 0 to 1"),
+        ({**RECIPE, "schedule": [(0, 1), (1, -1)]}, "factors 0 or more"),
+        ({**RECIPE, "schedule": []}, "points of a schedule are pairs"),
+        ({**RECIPE, "max_grad_norm": 0}, "max_grad_norm must be positive"),
+        ({**RECIPE, "groups": ["*.bias"]}, "groups must be dicts"),
+        ({**RECIPE, "groups": [{"params": ["*.bias"], "no_setting": 1}]}, "no setting no_setting"),
+        ({"train": 3}, "train must be a function"),
     ],
 )
-def test_what_a_recipe_refuses(asked: dict[str, Any]) -> None:
-    with pytest.raises(InputError):
-        blr.Recipe(**asked)
+def test_what_a_recipe_refuses(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        blr.Recipe(**arguments)
 
 
 def test_a_recipe_trains_as_torch_does() -> None:
@@ -215,18 +217,18 @@ def test_buffers_and_earlier_ones_are_saved(fit: Any, tmp_path: Path) -> None:
     assert len(q.run) == 4
     assert q.at_minimum is False
     q.save(tmp_path / "q.safetensors")
-    back = blr.Posterior.load(tmp_path / "q.safetensors")
-    assert len(back.earlier) == 3
-    for one, other in zip(q.run, back.run, strict=True):
+    loaded = blr.Posterior.load(tmp_path / "q.safetensors")
+    assert len(loaded.earlier) == 3
+    for posterior, expected in zip(q.run, loaded.run, strict=True):
         assert (
-            one.buffers.keys()
-            == other.buffers.keys()
+            posterior.buffers.keys()
+            == expected.buffers.keys()
             == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
         )
-        assert all(torch.equal(b, other.buffers[n]) for n, b in one.buffers.items())
-        assert all(torch.equal(m, other.mean[n]) for n, m in one.mean.items())
-        assert torch.equal(one.precision("0.weight"), other.precision("0.weight"))
-    matrix = blr.influence(task, back, task)
+        assert all(torch.equal(b, expected.buffers[n]) for n, b in posterior.buffers.items())
+        assert all(torch.equal(m, expected.mean[n]) for n, m in posterior.mean.items())
+        assert torch.equal(posterior.precision("0.weight"), expected.precision("0.weight"))
+    matrix = blr.influence(task, loaded, task)
     torch.testing.assert_close(
         torch.as_tensor(matrix), torch.as_tensor(blr.influence(task, q, task))
     )
@@ -280,13 +282,12 @@ def test_leave_one_out_averages_the_errors(fit: Any, alone: bool) -> None:
     error = torch.stack(errors).mean(0)
     if alone:
         error = (0.7 * f).softmax(1) - one_hot(y, 10)
-    each = jacobians(at(task, q), q, x)
-    flat = {n: j.flatten(0, 1) for n, j in each.items()}
+    jacobian = jacobians(at(task, q), q, x)
+    flat = {n: j.flatten(0, 1) for n, j in jacobian.items()}
     solved = q.form.solve(flat)
-    v = sum(
-        torch.einsum("ncp,ndp->ncd", each[n].flatten(2), solved[n].view_as(each[n]).flatten(2))
-        for n in each
-    )
+    v = torch.zeros(len(x), 10, 10, dtype=f.dtype)
+    for name, j in jacobian.items():
+        v += torch.einsum("ncp,ndp->ncd", j.flatten(2), solved[name].view_as(j).flatten(2))
     after = f + TAU * torch.einsum("ncd,nd->nc", v, error)
     loo = blr.leave_one_out(task, q)
     scores = blr.sensitivity(task, q)
@@ -372,19 +373,19 @@ def test_a_minibatch_is_one_forward_pass_whatever_was_relabelled(fit: Any) -> No
     task, q = fit
     x, y = digits()
     y[[3, 50]] = torch.tensor([1, 2])
-    other = blr.Task(task.model, (x, y), recipe=task.recipe)
-    truth = trained(other.quiet, whole_data(other), task.recipe.shortened(2), 0)
-    asked: dict[str, Any] = {"solver": "replay", "seeds": 1, "passes": 2}
-    actual = blr.what_if(task, q, relabel={3: 1, 50: 2}, **asked)
+    relabelled = blr.Task(task.model, (x, y), recipe=task.recipe)
+    truth = trained(relabelled.quiet, whole_data(relabelled), task.recipe.shortened(2), 0)
+    options: dict[str, Any] = {"solver": "replay", "seeds": 1, "passes": 2}
+    actual = blr.what_if(task, q, relabel={3: 1, 50: 2}, **options)
     for name, tensor in {**actual.parameters, **actual.buffers}.items():
         torch.testing.assert_close(tensor, truth[name])
 
 
 def test_solvers_are_chosen_by_size_and_minimum(fit: Any) -> None:
     task, q = fit
-    one = blr.what_if(task, q, remove=[3])
-    assert one.solver == "posterior"
-    assert "off the minimum" in repr(one)
+    single = blr.what_if(task, q, remove=[3])
+    assert single.solver == "posterior"
+    assert "off the minimum" in repr(single)
     x, y = digits()
     model = nn.Linear(64, 10).double()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=300, tolerance_grad=1e-9)
@@ -406,22 +407,22 @@ def test_solvers_are_chosen_by_size_and_minimum(fit: Any) -> None:
 
 def test_retraining_by_a_function_of_ones_own(fit: Any) -> None:
     task, q = fit
-    seen = []
+    calls = []
 
     def train(data: Any, seed: int) -> nn.Module:
-        seen.append((len(data), seed))
+        calls.append((len(data), seed))
         return network(seed)
 
-    own = blr.Task(task.model, digits(), recipe=blr.Recipe(train=train), progress=False)
+    retrainable = blr.Task(task.model, digits(), recipe=blr.Recipe(train=train), progress=False)
     _, y = digits()
-    result = blr.what_if(own, q, remove=y == 3, solver="retrain", seeds=2)
+    result = blr.what_if(retrainable, q, remove=y == 3, solver="retrain", seeds=2)
     left = int((y != 3).sum())
-    assert seen == [(left, 0), (left, 1)]
+    assert calls == [(left, 0), (left, 1)]
     losses = [cross_entropy(network(s).eval()(digits()[0]), y) for s in range(2)]
     assert result.nll == pytest.approx(float(torch.stack(losses).mean()), rel=1e-9)
-    assert blr.what_if(own, q, remove=y == 3, seeds=1).solver == "retrain"
+    assert blr.what_if(retrainable, q, remove=y == 3, seeds=1).solver == "retrain"
     with pytest.raises(InputError, match="retrain"):
-        blr.what_if(own, q, remove=y == 3, solver="replay")
+        blr.what_if(retrainable, q, remove=y == 3, solver="replay")
 
 
 @pytest.mark.parametrize(("epochs", "solver"), [(2, "retrain"), (17, "replay")])
@@ -434,9 +435,9 @@ def test_a_recipe_that_makes_no_more_passes_is_run_as_it_is(epochs: int, solver:
     q = blr.fit_laplace(task, prior_precision=1.0)
     result = blr.what_if(task, q, remove=y == 1, seeds=1)
     assert result.solver == solver
-    asked = blr.what_if(task, q, remove=y == 1, seeds=1, solver=solver)
-    assert result.nll == asked.nll
-    assert result.passes == asked.passes <= 2 * 8
+    chosen = blr.what_if(task, q, remove=y == 1, seeds=1, solver=solver)
+    assert result.nll == chosen.nll
+    assert result.passes == chosen.passes <= 2 * 8
 
 
 def test_without_a_recipe_the_answer_says_that_it_is_rough(fit: Any) -> None:
@@ -466,8 +467,8 @@ def test_reruns_have_weights_buffers_and_runs_of_their_own(fit: Any) -> None:
     assert [len(p.run) for p in again] == [4, 4]
     assert not torch.equal(again[0].buffers["1.running_mean"], again[1].buffers["1.running_mean"])
     alone = [torch.as_tensor(blr.influence(task, p, task)) for p in again]
-    both = torch.as_tensor(blr.influence(task, again, task))
-    torch.testing.assert_close(both, sum(alone) / 2, rtol=1e-9, atol=1e-12)
+    of_both = torch.as_tensor(blr.influence(task, again, task))
+    torch.testing.assert_close(of_both, sum(alone) / 2, rtol=1e-9, atol=1e-12)
     f = blr.leave_one_out(task, again[1]).logits
     assert blr.leave_one_out(task, again).logits.shape == f.shape
     scores = [blr.sensitivity(task, p).error for p in again]
@@ -478,8 +479,8 @@ def test_wrong_labels_are_ranked_by_their_loss_over_the_run(fit: Any) -> None:
     task, q = fit
     actual = blr.suspicious(task, q)
     x, y = digits()
-    each = [cross_entropy(at(task, p)(x), y, reduction="none").detach() for p in q.run]
-    torch.testing.assert_close(actual.losses, torch.stack(each).mean(0), rtol=1e-9, atol=1e-12)
+    losses = [cross_entropy(at(task, p)(x), y, reduction="none").detach() for p in q.run]
+    torch.testing.assert_close(actual.losses, torch.stack(losses).mean(0), rtol=1e-9, atol=1e-12)
     wrong = [i for i in actual.order.tolist() if actual.kind[i] == "label"]
     assert wrong == sorted(wrong, key=lambda i: -float(actual.losses[i]))
     assert actual.table["index"].tolist() == actual.order.tolist()
@@ -492,8 +493,8 @@ def test_a_posterior_learned_while_training(kind: str) -> None:
     model = nn.Sequential(nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 10)).double()
     steps = 40
     optimizer = blr.IVON(model.parameters(), lr=0.1, ess=N)
-    how: Any = {"optimizer": optimizer} if kind == "optimizer" else {"structure": "kron"}
-    checkpoints = blr.Checkpoints(model, steps=steps, **how)
+    options: Any = {"optimizer": optimizer} if kind == "optimizer" else {"structure": "kron"}
+    checkpoints = blr.Checkpoints(model, steps=steps, **options)
     precisions = {}
     for k in range(1, steps + 1):
         rows = torch.randperm(N)[:BATCH]

@@ -98,8 +98,10 @@ def test_labels_select_the_rows_that_they_name(way: str, frame: pd.DataFrame) ->
     assert subject.select(mask).tolist() == places
     assert subject.select(mask.astype("boolean")).tolist() == places
     assert subject.select(frame.index[mask]).tolist() == places
-    assert task.subset(frame.index[mask][::-1]).n_data == len(places)
-    assert task.subset(frame.index[mask][::-1]).examples.labels == tuple(frame.index[mask][::-1])
+    labels = frame.index[mask][::-1]
+    subset = task.subset(labels)
+    assert subset.n_data == len(places)
+    assert subset.examples.labels == tuple(labels)
     if frame is STRANGE:
         assert subject.select(mask.sort_index()).tolist() == places
     else:  # of rows, or of places?
@@ -116,9 +118,9 @@ def test_labels_of_which_a_task_knows_none_are_refused(metadata: Any) -> None:
     q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
     for chosen in (mask, SHUFFLED.index[mask]):
         for ask in (
-            lambda given: task.subset(given),
-            lambda given: blr.what_if(task, q, remove=given),
-            lambda given: blr.Monitor(task, examples=given),
+            lambda rows: task.subset(rows),
+            lambda rows: blr.what_if(task, q, remove=rows),
+            lambda rows: blr.Monitor(task, examples=rows),
         ):
             with pytest.raises(InputError, match="to_numpy"):
                 ask(chosen)
@@ -133,7 +135,8 @@ def test_columns_with_another_index_than_the_data_are_refused(frame: pd.DataFram
     y = torch.arange(N) % 3
     named = pd.DataFrame(x.numpy(), index=frame.index[::-1])
     listed = [(x[i], y[i]) for i in range(N)]
-    for data in ((x, y), (named, y), (x, pd.Series(y.numpy(), index=named.index)), listed):
+    named_targets = pd.Series(y.numpy(), index=named.index)
+    for data in ((x, y), (named, y), (x, named_targets), listed):
         for column in (
             {"metadata": frame},
             {"metadata": {"source": frame.source}},
@@ -167,7 +170,7 @@ def test_a_series_relabels_the_rows_that_it_names() -> None:
     new = pd.Series([2, 0], index=[4, 7])
     by_place = {list(SHUFFLED.index).index(label): value for label, value in new.items()}
     ours, theirs = (
-        blr.what_if(task, q, relabel=given, solver="posterior") for given in (new, by_place)
+        blr.what_if(task, q, relabel=labels, solver="posterior") for labels in (new, by_place)
     )
     assert ours.nll == theirs.nll
 
@@ -180,10 +183,15 @@ def test_rows_hold_what_the_table_holds(audit) -> None:
     for name in table:
         pd.testing.assert_series_equal(pd.Series(columns[name], name=name), table[name])
     assert columns.names() == list(table)
-    seen = {}
-    subject_of(task, q).select(lambda row: bool(seen.update({row["index"]: dict(row)})) or True)
-    assert list(seen[0]) == list(seen[5]) == list(table)
-    assert seen[5]["source"] == "c"
+    rows_by_index = {}
+
+    def remember(row: Any) -> bool:
+        rows_by_index[row["index"]] = dict(row)
+        return True
+
+    subject_of(task, q).select(remember)
+    assert list(rows_by_index[0]) == list(rows_by_index[5]) == list(table)
+    assert rows_by_index[5]["source"] == "c"
 
 
 def test_several_outputs_have_the_tables_names() -> None:

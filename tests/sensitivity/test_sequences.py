@@ -77,9 +77,8 @@ def world_of(name: str) -> World:
 def test_self_influence_and_left_out_losses(name: str, structure: str) -> None:
     world = world_of(name)
     q = fit_at_rest(world.task, structure=structure, curvature="empirical_fisher", **FIT)
-    truth = torch.einsum(
-        "np,pq,nq->n", world.gradients, torch.linalg.inv(dense_precision(q)), world.gradients
-    )
+    sigma = torch.linalg.inv(dense_precision(q))
+    truth = torch.einsum("np,pq,nq->n", world.gradients, sigma, world.gradients)
     scores = blr.sensitivity(world.task, q)
     assert relative(scores.losses, world.losses) < EXACT
     assert relative(scores.self_influence, truth) < EXACT
@@ -94,17 +93,19 @@ def dense_parts(world: World, q: Posterior) -> Iterator[tuple[Tensor, Tensor, Te
     like = {n: p.detach() for n, p in world.model.named_parameters()}
     sigma = torch.linalg.inv(dense_precision(q))
     for ids, labels in zip(world.ids, world.labels, strict=True):
-        kept = labels[1:] != IGNORED
+        counted = labels[1:] != IGNORED
 
-        def logits(flat: Tensor, ids: Tensor = ids, kept: Tensor = kept) -> Tensor:
+        def logits(flat: Tensor, ids: Tensor = ids, counted: Tensor = counted) -> Tensor:
             params = {n: x[0] for n, x in unflatten(flat.unsqueeze(0), like).items()}
-            out = torch.func.functional_call(world.model, params, (ids.unsqueeze(0),))
-            return out.logits[0, :-1][kept]
+            output = torch.func.functional_call(world.model, params, (ids.unsqueeze(0),))
+            return output.logits[0, :-1][counted]
 
         p = logits(flatten(like)).softmax(-1)
         j = torch.func.jacrev(logits)(flatten(like)).flatten(0, 1)
-        error = (p - torch.nn.functional.one_hot(labels[1:][kept], p.shape[-1])).flatten()
-        yield error, j @ sigma @ j.T, torch.block_diag(*(x.diag() - x.outer(x) for x in p))
+        targets = torch.nn.functional.one_hot(labels[1:][counted], p.shape[-1])
+        error = (p - targets).flatten()
+        height = torch.block_diag(*(row.diag() - row.outer(row) for row in p))
+        yield error, j @ sigma @ j.T, height
 
 
 def test_variances_and_unfamiliarity_are_estimated_without_bias() -> None:
@@ -211,9 +212,9 @@ def test_single_tokens(name: str, structure: str) -> None:
         assert relative(actual.change[mine], change) < EXACT
         assert relative(actual.change[mine].sum(), scores.self_influence[i]) < EXACT
         targets = world.labels[i][1:]
-        (kept,) = (targets != IGNORED).nonzero(as_tuple=True)
-        assert actual.position[mine].tolist() == kept.tolist()
-        assert actual.target[mine].tolist() == targets[kept].tolist()
+        (counted,) = (targets != IGNORED).nonzero(as_tuple=True)
+        assert actual.position[mine].tolist() == counted.tolist()
+        assert actual.target[mine].tolist() == targets[counted].tolist()
     assert actual.sequence.unique().tolist() == [1, 4, 6]
 
 
@@ -253,28 +254,30 @@ def test_left_padding_as_hugging_face_collates_it(kind: str, batch_size: int) ->
     assert relative(scores.losses, losses) < 1e-6
     tokens = token_sensitivity(task, q, sequences=range(6))
     assert relative(tokens.losses.sum(), losses.sum()) < 1e-6
-    for how in (dict(structure="diag", curvature="empirical_fisher"), dict(structure="gram")):
-        own, right = (fit_at_rest(t, **how, **FIT).precision for t in (task, truth))
-        assert all(relative(own(n), right(n)) < EXACT for n in q.mean)
-    own, right = (blr.influence(t, q, t.subset([1, 4])) for t in (task, truth))
-    assert relative(own, right) < EXACT
+    for options in (dict(structure="diag", curvature="empirical_fisher"), dict(structure="gram")):
+        actual = fit_at_rest(task, **options, **FIT)
+        expected = fit_at_rest(truth, **options, **FIT)
+        assert all(relative(actual.precision(n), expected.precision(n)) < EXACT for n in q.mean)
+    actual = blr.influence(task, q, task.subset([1, 4]))
+    expected = blr.influence(truth, q, truth.subset([1, 4]))
+    assert relative(actual, expected) < EXACT
 
 
 def test_what_if_takes_sequences_out() -> None:
     world = world_of("plain")
     q = fit_at_rest(world.task, structure="diag", curvature="empirical_fisher", **FIT)
-    held = sequences(5)
-    test = task_of(world.model, held, batch_size=2)
-    out = [0, 3]
-    result = blr.what_if(world.task, q, remove=out, evaluate=test, solver="posterior")
-    gone = world.gradients[out]
-    precision = flatten(q.form.values) - gone.square().sum(0)
-    move = gone.sum(0) / precision
+    test_ids = sequences(5)
+    test = task_of(world.model, test_ids, batch_size=2)
+    removed = [0, 3]
+    result = blr.what_if(world.task, q, remove=removed, evaluate=test, solver="posterior")
+    gradients = world.gradients[removed]
+    precision = flatten(q.form.values) - gradients.square().sum(0)
+    move = gradients.sum(0) / precision
     assert relative(flatten(result.parameters), flatten(q.mean) + move) < EXACT
     after = unflatten(flatten(q.mean) + move, q.mean)
     changed = tiny_lm()
     result.apply(changed)
-    losses = [token_gradients(changed, x, x)[0] for x in held]
+    losses = [token_gradients(changed, x, x)[0] for x in test_ids]
     truth = torch.stack([part.sum() for part in losses])
     assert relative(result.after.losses, truth) < EXACT
     assert result.nll == pytest.approx(float(truth.mean()), rel=EXACT)
@@ -285,8 +288,12 @@ def test_what_if_takes_sequences_out() -> None:
     expected = blr.sensitivity(test, of_test).perplexity
     assert result.before.perplexity == pytest.approx(expected, rel=EXACT)
     assert set(after) == set(result.parameters)
-    hits = [(changed(x.unsqueeze(0)).logits[0, :-1].argmax(-1) == x[1:]).double() for x in held]
-    assert result.accuracy == pytest.approx(float(torch.cat(hits).mean()), rel=EXACT)
+    is_right = []
+    for ids in test_ids:
+        answers = changed(ids.unsqueeze(0)).logits[0, :-1].argmax(-1)
+        is_right.append(answers == ids[1:])
+    accuracy = float(torch.cat(is_right).double().mean())
+    assert result.accuracy == pytest.approx(accuracy, rel=EXACT)
     with pytest.raises(InputError, match="table by class"):
         _ = result.by_class
 
@@ -312,10 +319,10 @@ def test_tables_and_groups() -> None:
     tokens = token_sensitivity(task, q, sequences=lambda row: row.speaker == "c")
     assert set(tokens.table.speaker) == {"c"}
     assert tokens.table.loss_without.sum() == pytest.approx(float(loo.losses[4:6].sum()), rel=EXACT)
-    each = blr.what_if_each(task, q, by="speaker", solver="posterior")
-    assert each.group.tolist() == list("abcd")
+    by_speaker = blr.what_if_each(task, q, by="speaker", solver="posterior")
+    assert by_speaker.group.tolist() == list("abcd")
     alone = blr.what_if(task, q, remove=[2, 3], solver="posterior")
-    assert each.nll_after[1] == pytest.approx(alone.nll, rel=EXACT)
+    assert by_speaker.nll_after[1] == pytest.approx(alone.nll, rel=EXACT)
     chosen = blr.what_if(task, q, remove=lambda row: row.tokens > 5, solver="posterior")
     assert chosen.removed == int((scores.tokens > 5).sum())
 
@@ -371,7 +378,8 @@ def peak_of(n: int, budget: int, *, tied: bool) -> tuple[int, int]:
 @pytest.mark.slow
 def test_peak_is_within_the_budget_and_flat_in_the_number_of_sequences(tied: bool) -> None:
     budget = 6 * MB
-    (few, weights), (many, _) = (peak_of(n, budget, tied=tied) for n in (24, 96))
+    bytes_of_few, weights = peak_of(24, budget, tied=tied)
+    bytes_of_many, _ = peak_of(96, budget, tied=tied)
     outputs = 96 * 31 * 1500 * 4
-    assert many <= budget + 3 * weights < outputs
-    assert many <= few + 3 * 8 * 96
+    assert bytes_of_many <= budget + 3 * weights < outputs
+    assert bytes_of_many <= bytes_of_few + 3 * 8 * 96

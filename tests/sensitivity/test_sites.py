@@ -94,7 +94,9 @@ CONJUGATE: dict[str, tuple[Conjugate, Any]] = {
 def test_conjugate_models_are_exact(name: str) -> None:
     model, data = CONJUGATE[name]
     fitted = model.fit(data)
-    loo, scores, rises = (f(fitted) for f in (blr.leave_one_out, blr.sensitivity, _influence))
+    loo = blr.leave_one_out(fitted)
+    scores = blr.sensitivity(fitted)
+    rises = blr.influence(fitted, None, fitted.data)
     torch.testing.assert_close(scores.deviation, loo.losses - loo.losses_before)
     for i in range(12):
         again = model.fit(rows(data, torch.arange(12) != i))
@@ -105,17 +107,13 @@ def test_conjugate_models_are_exact(name: str) -> None:
     assert rises.top(1).helpful_values[0, 0] == rises.matrix[:, 0].max()
 
 
-def _influence(fitted: Fitted) -> Any:
-    return blr.influence(fitted, None, fitted.data)
-
-
 def test_groups_of_a_conjugate_model() -> None:
     model, (x, y) = regression()
     fitted = model.fit((x[:15], y[:15]))
     test = (x[15:], y[15:])
     result = blr.what_if(fitted, remove=[0, 3], add=(x[15:17], y[15:17]), evaluate=test)
-    kept = torch.tensor([i for i in range(17) if i not in (0, 3)])
-    again = model.fit((x[kept], y[kept]))
+    rest = torch.tensor([i for i in range(17) if i not in (0, 3)])
+    again = model.fit((x[rest], y[rest]))
     assert result.nll == pytest.approx(float(-again.log_predictive(test).mean()), abs=1e-10)
     assert result.error == pytest.approx(0, abs=1e-12)
     assert result.before.nll != result.nll
@@ -177,8 +175,8 @@ def two_clusters(apart: float = 4.0) -> Tensor:
 
 
 def mixture(y: Tensor, start: Any = None) -> Any:
-    how = {"tol": 1e-12, "generator": seeded(), "progress": False}
-    return GaussianMixtureEM(2).fit(y, start=start, **how)
+    options = {"tol": 1e-12, "generator": seeded(), "progress": False}
+    return GaussianMixtureEM(2).fit(y, start=start, **options)
 
 
 def by_vmp(y: Tensor) -> Any:
@@ -232,27 +230,27 @@ def test_further_steps_come_nearer_and_say_how_near(name: str) -> None:
 
     The truth is a fit of what is left, from the fitted posterior where there are several optima.
     """
-    fit, data, gone = CASES[name]
-    several = fit in (lda, mixture)
+    fit, data, removed = CASES[name]
+    has_many_optima = fit in (lda, mixture)
     fitted = fit(data)
-    kept = torch.tensor([i for i in range(fitted.n_data) if i not in gone])
-    rest = rows(data, kept)
+    rest_rows = torch.tensor([i for i in range(fitted.n_data) if i not in removed])
+    rest = rows(data, rest_rows)
     less = fit(rest)
-    for start, after, first, how in (
-        (fitted, rest, fitted.without(gone), {"remove": gone}),
-        (less, data, less.q, {"add": rows(data, torch.tensor(gone)), "evaluate": data}),
+    for start, after, first, change in (
+        (fitted, rest, fitted.without(removed), {"remove": removed}),
+        (less, data, less.q, {"add": rows(data, torch.tensor(removed)), "evaluate": data}),
     ):
-        again = fit(after, start.q) if several else fit(after)
+        again = fit(after, start.q) if has_many_optima else fit(after)
         truth = float(-again.log_predictive(data).mean())
         before = float(-start.predictive(first, data).mean())
-        result = blr.what_if(start, **how, passes=10)
+        result = blr.what_if(start, **change, passes=10)
         assert abs(result.nll - truth) < 0.5 * abs(before - truth)
         assert abs(result.nll - truth) <= 3 * result.error + 1e-6
         assert result.passes == 10
         assert f"{result.nll:.4f}" in repr(result)
     if fit in (skew, logistic, mixture, factors):
-        again = fit(rest, fitted.q) if several else fit(rest)
-        result = blr.what_if(fitted, remove=gone)
+        again = fit(rest, fitted.q) if has_many_optima else fit(rest)
+        result = blr.what_if(fitted, remove=removed)
         assert result.nll == pytest.approx(float(-again.log_predictive(data).mean()), abs=5e-5)
         assert result.error < 1e-5
         assert not result.note
@@ -288,9 +286,9 @@ def test_a_step_that_hardly_moves_is_no_rest() -> None:
     kind = torch.tensor(iris.target)[::5]
     start = 0.8 * torch.nn.functional.one_hot(kind, 3).double() + 0.2 / 3
     model = GaussianMixtureEM(3, "diag")
-    how = {"tol": 1e-13, "max_iter": 5000, "progress": False}
-    fitted = model.fit(y, start=start, **how)
-    again = model.fit(y[[i for i in range(30) if i != 3]], start=fitted.q, **how)
+    options = {"tol": 1e-13, "max_iter": 5000, "progress": False}
+    fitted = model.fit(y, start=start, **options)
+    again = model.fit(y[[i for i in range(30) if i != 3]], start=fitted.q, **options)
     result = blr.what_if(fitted, remove=[3])
     assert result.nll == pytest.approx(float(-again.log_predictive(y).mean()), abs=1e-6)
     assert result.error < 1e-6
@@ -302,9 +300,10 @@ def test_a_step_that_hardly_moves_is_no_rest() -> None:
 
 def states() -> tuple[StateSpace, Tensor]:
     """Six times, the last without an observation."""
-    one = torch.eye(1, dtype=F64)
+    identity = torch.eye(1, dtype=F64)
     y = torch.tensor([[1.0], [2.5], [4.0], [3.0], [5.0], [torch.nan]], dtype=F64)
-    return StateSpace(one, 0.5 * one, one, one, FullGaussian(torch.zeros(1, dtype=F64), one)), y
+    start = FullGaussian(torch.zeros(1, dtype=F64), identity)
+    return StateSpace(identity, 0.5 * identity, identity, identity, start), y
 
 
 def test_states_are_exact_and_rest_at_once() -> None:
@@ -317,13 +316,18 @@ def test_states_are_exact_and_rest_at_once() -> None:
     expected = model.log_predictive(model.fit(less).q, y)[:5]
     assert result.nll == pytest.approx(float(-expected.mean()))
     assert result.error == 0
-    more = torch.tensor([[6.0], [2.0]], dtype=F64)
-    added = blr.what_if(fitted, add=more)
-    torch.testing.assert_close(added.posterior.mean, model.fit(torch.cat([y, more])).q.mean[:6])
+    later = torch.tensor([[6.0], [2.0]], dtype=F64)
+    added = blr.what_if(fitted, add=later)
+    longer = model.fit(torch.cat([y, later]))
+    torch.testing.assert_close(added.posterior.mean, longer.q.mean[:6])
 
 
 def test_a_pass_of_online_newton_is_made_again() -> None:
-    model = OnlineNewton(prior(FullGaussian), lambda t, e: 0.5 * (e[0] @ t - e[1]).square(), 0.3)
+    def half_square(theta: Tensor, example: Any) -> Tensor:
+        inputs, target = example
+        return 0.5 * (inputs @ theta - target).square()
+
+    model = OnlineNewton(prior(FullGaussian), half_square, 0.3)
     x = X[:8]
     y = Y[:8]
     fitted = model.fit((x, y))
@@ -347,22 +351,25 @@ def test_tables_pictures_and_ranks() -> None:
     assert list(loo.table.columns) == ["index", "target", "loss", "loss_before", "correction"]
     ranked = scores.table.sort_values("deviation", ascending=False)["index"]
     assert scores.top(3).tolist() == ranked[:3].tolist()
-    drawn = sorted(scores.deviation.tolist(), reverse=True)
-    assert scores.plot(n_labels=2).lines[0].get_ydata().tolist() == pytest.approx(drawn)
+    deviations = sorted(scores.deviation.tolist(), reverse=True)
+    curve = scores.plot(n_labels=2).lines[0]
+    assert curve.get_ydata().tolist() == pytest.approx(deviations)
     rises = (loo.losses - loo.losses_before).sort(descending=True).values
-    drawn = loo.plot(n_labels=1).lines[0]
-    assert drawn.get_ydata().tolist() == pytest.approx(rises.tolist())
+    curve = loo.plot(n_labels=1).lines[0]
+    assert curve.get_ydata().tolist() == pytest.approx(rises.tolist())
 
 
 def test_unobserved_times_have_no_loss_and_are_neither_ranked_nor_drawn() -> None:
-    fitted = states()[0].fit(states()[1])
+    model, y = states()
+    fitted = model.fit(y)
     scores = blr.sensitivity(None, fitted)
     loo = blr.leave_one_out(None, fitted)
     assert loo.losses.isnan().tolist() == [False] * 5 + [True]
     assert loo.nll == pytest.approx(float(loo.losses[:5].mean()))
     assert sorted(scores.top(5).tolist()) == list(range(5))
     assert "nan" not in repr(scores)
-    assert len(scores.plot().lines[0].get_xdata()) == len(loo.plot().lines[0].get_xdata()) == 5
+    assert len(scores.plot().lines[0].get_xdata()) == 5
+    assert len(loo.plot().lines[0].get_xdata()) == 5
     with pytest.raises(InputError, match="at most 5"):
         scores.top(6)
 
@@ -386,12 +393,13 @@ REFUSED: list[tuple[Any, type, str]] = [
     (lambda f: blr.what_if(f, remove=[0], solver="cg"), InputError, "solver"),
     (lambda f: blr.what_if(f, remove=[0], passes=0), InputError, "passes"),
     (lambda f: blr.what_if(f, remove=[99]), InputError, "99"),
-    (lambda f: blr.what_if(f, add=(X,)), InputError, ""),
+    (lambda f: blr.what_if(f, add=(X,)), DataError, "pair"),
 ]
 
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
 def test_what_is_refused(case: int) -> None:
     call, kind, words = REFUSED[case]
+    fitted = outlier()
     with pytest.raises(kind, match=words):
-        call(outlier())
+        call(fitted)

@@ -49,69 +49,69 @@ class SubjectContract:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def asked(cls) -> tuple[Any, Any]:
+    def arguments(cls) -> tuple[Any, Any]:
         raise NotImplementedError
 
-    def losses(self, asked: tuple[Any, Any]) -> Tensor:
+    def losses(self, arguments: tuple[Any, Any]) -> Tensor:
         """ℓ_i of all examples, by an independent way."""
         raise NotImplementedError
 
-    def rises(self, asked: tuple[Any, Any]) -> Tensor:
+    def rises(self, arguments: tuple[Any, Any]) -> Tensor:
         """What each example's own loss rises by without it, as the analysis defines it."""
         raise NotImplementedError
 
-    def test_one_dispatch(self, asked: tuple[Any, Any]) -> None:
-        subject = subject_of(*asked)
+    def test_one_dispatch(self, arguments: tuple[Any, Any]) -> None:
+        subject = subject_of(*arguments)
         assert type(subject) is self.kind
         assert subject.n == N == len(subject.scores())
 
-    def test_scores_and_left_out(self, asked: tuple[Any, Any]) -> None:
-        losses = self.losses(asked)
-        scores = blr.sensitivity(*asked)
-        loo = blr.leave_one_out(*asked)
+    def test_scores_and_left_out(self, arguments: tuple[Any, Any]) -> None:
+        losses = self.losses(arguments)
+        scores = blr.sensitivity(*arguments)
+        loo = blr.leave_one_out(*arguments)
         torch.testing.assert_close(scores.losses, losses)
         torch.testing.assert_close(loo.losses_before, losses)
-        torch.testing.assert_close(loo.losses - losses, self.rises(asked), rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(loo.losses - losses, self.rises(arguments), rtol=1e-6, atol=1e-9)
         assert loo.nll == pytest.approx(float(loo.losses.mean()))
         assert len(scores.table) == len(loo.table) == N
         assert scores.plot().lines
         assert loo.plot().lines
 
-    def test_ranks(self, asked: tuple[Any, Any]) -> None:
-        scores = blr.sensitivity(*asked)
+    def test_ranks(self, arguments: tuple[Any, Any]) -> None:
+        scores = blr.sensitivity(*arguments)
         measure = scores.self_influence if scores.deviation is None else scores.deviation
         assert measure is not None
         assert measure[scores.top(3)].tolist() == measure.sort(descending=True).values[:3].tolist()
 
-    def test_memory_map(self, asked: tuple[Any, Any]) -> None:
-        scores = blr.sensitivity(*asked)
+    def test_memory_map(self, arguments: tuple[Any, Any]) -> None:
+        scores = blr.sensitivity(*arguments)
         if self.has_map:
             assert sum(blr.memory_map(scores).counts().values()) == N
         else:
             with pytest.raises(InputError, match="prediction error and variance"):
                 blr.memory_map(scores)
 
-    def test_suspicious(self, asked: tuple[Any, Any]) -> None:
-        suspicions = blr.suspicious(*asked)
+    def test_suspicious(self, arguments: tuple[Any, Any]) -> None:
+        suspicions = blr.suspicious(*arguments)
         assert sorted(suspicions.order.tolist()) == list(range(N))
         assert list(suspicions.table["index"]) == suspicions.order.tolist()
         assert (suspicions.unfamiliarity is not None) == self.has_unfamiliarity
 
-    def test_influence(self, asked: tuple[Any, Any]) -> None:
-        influence = blr.influence(*asked, self.test)
+    def test_influence(self, arguments: tuple[Any, Any]) -> None:
+        influence = blr.influence(*arguments, self.test)
         assert influence.shape == (N, 3)
         strongest = influence.top(1).helpful_values[:, 0]
         torch.testing.assert_close(strongest, influence.matrix.amax(0))
-        largest = blr.influence(*asked, self.test, k=1)
+        largest = blr.influence(*arguments, self.test, k=1)
         torch.testing.assert_close(largest.helpful_values[:, 0], strongest)
 
-    def test_removals_chain(self, asked: tuple[Any, Any]) -> None:
-        result = blr.what_if(*asked, remove=[0])
+    def test_removals_chain(self, arguments: tuple[Any, Any]) -> None:
+        result = blr.what_if(*arguments, remove=[0])
         assert result.removed == 1
         assert result.posterior is not None
         assert result.change == pytest.approx(result.nll - result.before.nll)
 
-    def test_a_task_has_one_kind(self, asked: tuple[Any, Any]) -> None:
+    def test_a_task_has_one_kind(self, arguments: tuple[Any, Any]) -> None:
         with pytest.raises(InputError, match=r"posterior|Task"):
             subject_of("neither")
 
@@ -121,8 +121,8 @@ class OfWeights(SubjectContract):
 
     likelihood: str
 
-    def gradients(self, asked: tuple[Any, Any]) -> Tensor:
-        task, posterior = asked
+    def gradients(self, arguments: tuple[Any, Any]) -> Tensor:
+        task, posterior = arguments
         rows = []
         for i in range(N):
             task.model.zero_grad()
@@ -138,8 +138,8 @@ class OfWeights(SubjectContract):
         """A scalar whose gradient is that of the example."""
         return self.loss_of(model, i)
 
-    def losses(self, asked: tuple[Any, Any]) -> Tensor:
-        return torch.stack([self.loss_of(asked[0].model, i).detach() for i in range(N)])
+    def losses(self, arguments: tuple[Any, Any]) -> Tensor:
+        return torch.stack([self.loss_of(arguments[0].model, i).detach() for i in range(N)])
 
 
 class TestSequences(OfWeights):
@@ -148,7 +148,7 @@ class TestSequences(OfWeights):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def asked(cls) -> tuple[Any, Any]:
+    def arguments(cls) -> tuple[Any, Any]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5)).double()
         task = blr.Task(model, (cls.IDS, cls.IDS), likelihood="causal_lm")
@@ -170,18 +170,18 @@ class TestSequences(OfWeights):
         error = (0.7 * logits.detach()).softmax(-1) - nn.functional.one_hot(ids[1:], 5)
         return (error * logits).sum()
 
-    def rises(self, asked: tuple[Any, Any]) -> Tensor:
-        posterior = asked[1]
+    def rises(self, arguments: tuple[Any, Any]) -> Tensor:
+        posterior = arguments[1]
         variances = torch.cat([posterior.variance(n).reshape(-1) for n in posterior.mean])
-        return self.gradients(asked).square() @ variances
+        return self.gradients(arguments).square() @ variances
 
-    def test_scores_and_left_out(self, asked: tuple[Any, Any]) -> None:
-        super().test_scores_and_left_out(asked)
-        loo = blr.leave_one_out(*asked)
+    def test_scores_and_left_out(self, arguments: tuple[Any, Any]) -> None:
+        super().test_scores_and_left_out(arguments)
+        loo = blr.leave_one_out(*arguments)
         assert loo.perplexity == pytest.approx(float((loo.losses.sum() / (5 * N)).exp()))
 
-    def test_memory_map(self, asked: tuple[Any, Any]) -> None:
-        scores = blr.sensitivity(*asked, variance=True)
+    def test_memory_map(self, arguments: tuple[Any, Any]) -> None:
+        scores = blr.sensitivity(*arguments, variance=True)
         assert sum(blr.memory_map(scores).counts().values()) == N
 
 
@@ -190,7 +190,7 @@ class TestNetwork(OfWeights):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def asked(cls) -> tuple[Any, Any]:
+    def arguments(cls) -> tuple[Any, Any]:
         model = nn.Linear(2, 1, bias=False).double()
         targets = X.sum(1) + 0.3 * normal(N, seed=2)
         gram = X.mT @ X + torch.eye(2, dtype=F64)
@@ -204,17 +204,17 @@ class TestNetwork(OfWeights):
         density = torch.distributions.Normal(model(X[i : i + 1])[0, 0], 1.0)
         return -density.log_prob(self.targets[i])
 
-    def rises(self, asked: tuple[Any, Any]) -> Tensor:
+    def rises(self, arguments: tuple[Any, Any]) -> Tensor:
         """Of least squares left-out residuals are e_i / (1 − h_i) (Cook, 1977)."""
         hat = (X @ torch.linalg.inv(X.mT @ X + torch.eye(2, dtype=F64)) @ X.mT).diagonal()
-        residual = X @ asked[0].model.weight.detach()[0] - self.targets
+        residual = X @ arguments[0].model.weight.detach()[0] - self.targets
         return 0.5 * (residual / (1 - hat)).square() - 0.5 * residual.square()
 
     def test_the_posterior_after_a_removal_is_that_of_the_rest(
-        self, asked: tuple[Any, Any]
+        self, arguments: tuple[Any, Any]
     ) -> None:
         """Of least squares exactly, twice in a row."""
-        task, posterior = asked
+        task, posterior = arguments
         once = blr.what_if(task, posterior, remove=[0], solver="posterior").posterior
         rest = task.subset(list(range(1, N)))
         rest.model.weight.data = once.mean["weight"].clone()
@@ -233,19 +233,19 @@ class OfSites(SubjectContract):
 
     kind = Sites
 
-    def losses(self, asked: tuple[Any, Any]) -> Tensor:
-        fitted = asked[0]
+    def losses(self, arguments: tuple[Any, Any]) -> Tensor:
+        fitted = arguments[0]
         return -fitted.log_predictive(fitted.data)
 
-    def rises(self, asked: tuple[Any, Any]) -> Tensor:
-        return self.losses_without(asked) - self.losses(asked)
+    def rises(self, arguments: tuple[Any, Any]) -> Tensor:
+        return self.losses_without(arguments) - self.losses(arguments)
 
-    def losses_without(self, asked: tuple[Any, Any]) -> Tensor:
+    def losses_without(self, arguments: tuple[Any, Any]) -> Tensor:
         raise NotImplementedError
 
-    def test_no_audit_and_no_page(self, asked: tuple[Any, Any], tmp_path: Path) -> None:
+    def test_no_audit_and_no_page(self, arguments: tuple[Any, Any], tmp_path: Path) -> None:
         page = tmp_path / "report.html"
-        for refused in (partial(blr.report, *asked, page), partial(investigate, *asked)):
+        for refused in (partial(blr.report, *arguments, page), partial(investigate, *arguments)):
             with pytest.raises(InputError, match="a sum of sites has no audit or report; ask"):
                 refused()
         assert not page.exists()
@@ -257,19 +257,19 @@ class TestConjugate(OfSites):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def asked(cls) -> tuple[Any, Any]:
-        one = torch.ones((), dtype=F64)
-        return Conjugate(Beta(2 * one, one), bernoulli()).fit(LABELS.to(F64)), None
+    def arguments(cls) -> tuple[Any, Any]:
+        unit = torch.ones((), dtype=F64)
+        return Conjugate(Beta(2 * unit, unit), bernoulli()).fit(LABELS.to(F64)), None
 
-    def losses_without(self, asked: tuple[Any, Any]) -> Tensor:
+    def losses_without(self, arguments: tuple[Any, Any]) -> Tensor:
         """−log of (α + others with this answer) / (α + β + others)."""
         y = LABELS.double()
         ones = 2 + y.sum() - y
         zeros = 1 + (1 - y).sum() - (1 - y)
         return -torch.where(y > 0, ones, zeros).log() + (ones + zeros).log()
 
-    def test_what_if_each(self, asked: tuple[Any, Any]) -> None:
-        table = blr.what_if_each(*asked, by="target")
+    def test_what_if_each(self, arguments: tuple[Any, Any]) -> None:
+        table = blr.what_if_each(*arguments, by="target")
         assert table["group"].tolist() == [0.0, 1.0]
         assert table["n"].tolist() == torch.bincount(LABELS).tolist()
 
@@ -280,12 +280,12 @@ class TestLinearRegression(OfSites):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def asked(cls) -> tuple[Any, Any]:
+    def arguments(cls) -> tuple[Any, Any]:
         prior = FullGaussian(torch.zeros(2, dtype=F64), torch.eye(2, dtype=F64))
         return Conjugate(prior, linear(0.25)).fit((X, X.sum(1) + normal(N, seed=2))), None
 
-    def losses_without(self, asked: tuple[Any, Any]) -> Tensor:
-        fitted = asked[0]
+    def losses_without(self, arguments: tuple[Any, Any]) -> Tensor:
+        fitted = arguments[0]
         x, y = fitted.data
         losses = []
         for i in range(N):
@@ -303,10 +303,10 @@ class Latent(OfSites):
 
     test = (X[:3], LABELS[:3].double())
 
-    def losses_without(self, asked: tuple[Any, Any]) -> Tensor:
+    def losses_without(self, arguments: tuple[Any, Any]) -> Tensor:
         """From the three numbers of the map alone: the cavity of f_i is Gaussian with
         variance V/(1 − ΛV) and mean m + V e/(1 − ΛV); the predictive is a quadrature of it."""
-        fitted = asked[0]
+        fitted = arguments[0]
         error, curvature, variance = fitted.perturbation()
         mean = fitted.latent(fitted.data[0]).mean
         left = 1 - curvature * variance
@@ -318,10 +318,10 @@ class Latent(OfSites):
         likelihood = torch.sigmoid(signs[:, None] * f)
         return -((likelihood * weight).sum(1) / weight.sum()).log()
 
-    def test_the_error_is_the_expected_slope(self, asked: tuple[Any, Any]) -> None:
+    def test_the_error_is_the_expected_slope(self, arguments: tuple[Any, Any]) -> None:
         """E_q[σ(f) − y], by quadrature."""
-        scores = blr.sensitivity(*asked)
-        fitted = asked[0]
+        scores = blr.sensitivity(*arguments)
+        fitted = arguments[0]
         marginals = fitted.latent(fitted.data[0])
         grid = torch.linspace(-9, 9, 4001, dtype=F64)
         f = marginals.mean[:, None] + grid / marginals.precision.sqrt()[:, None]
@@ -333,15 +333,15 @@ class Latent(OfSites):
         torch.testing.assert_close(scores.error[:, 0], expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(scores.variance[:, 0, 0], 1 / marginals.precision)
 
-    def test_scores_and_left_out(self, asked: tuple[Any, Any]) -> None:
-        loo = blr.leave_one_out(*asked)
-        torch.testing.assert_close(loo.losses, self.losses_without(asked), rtol=1e-4, atol=1e-5)
+    def test_scores_and_left_out(self, arguments: tuple[Any, Any]) -> None:
+        loo = blr.leave_one_out(*arguments)
+        torch.testing.assert_close(loo.losses, self.losses_without(arguments), rtol=1e-4, atol=1e-5)
 
 
 class TestGaussianProcess(Latent):
     @pytest.fixture(scope="class")
     @classmethod
-    def asked(cls) -> tuple[Any, Any]:
+    def arguments(cls) -> tuple[Any, Any]:
         model = GaussianProcess(partial(rbf, lengthscale=1.5, variance=4.0))
         return model.fit((X, LABELS.double()), progress=False), None
 
@@ -349,7 +349,7 @@ class TestGaussianProcess(Latent):
 class TestGeneralizedLinear(Latent):
     @pytest.fixture(scope="class")
     @classmethod
-    def asked(cls) -> tuple[Any, Any]:
+    def arguments(cls) -> tuple[Any, Any]:
         prior = FullGaussian(torch.zeros(2, dtype=F64), torch.eye(2, dtype=F64))
         model = GeneralizedLinear(prior, "bernoulli")
         return model.fit((X, LABELS.double()), progress=False), None

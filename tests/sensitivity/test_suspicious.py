@@ -14,6 +14,7 @@ from torch.func import functional_call, jacrev
 
 import blr_analysis as blr
 from blr_analysis.sensitivity.labels import relabelling_gains
+from blr_analysis.sensitivity.results import Suspicions
 from blr_analysis.sensitivity.suspicious import CLOSE
 from blr_analysis.sensitivity.twins import nearest, responses_of
 from blr_analysis.sensitivity.wrong_labels import chance_of_wrong_labels
@@ -38,13 +39,13 @@ def test_gain_is_the_difference_of_two_losses() -> None:
     f = torch.randn(7, 4, generator=g)
     y = torch.randint(4, (7,), generator=g)
     categorical = blr.Categorical()
-    found = relabelling_gains(categorical, f, y)
+    gains = relabelling_gains(categorical, f, y)
     for c in range(4):
-        other = torch.full_like(y, c)
-        reference = categorical.nll(f, y) - categorical.nll(f, other)
-        here = other != y
-        torch.testing.assert_close(found[here, c], reference[here])
-        assert (found[~here, c] == -torch.inf).all()
+        label = torch.full_like(y, c)
+        reference = categorical.nll(f, y) - categorical.nll(f, label)
+        differs = label != y
+        torch.testing.assert_close(gains[differs, c], reference[differs])
+        assert (gains[~differs, c] == -torch.inf).all()
     bernoulli = blr.Bernoulli()
     t = torch.randint(2, (7, 4), generator=g).float()
     for c in range(4):
@@ -61,13 +62,13 @@ def test_responses_have_the_posterior_covariance_of_the_outputs() -> None:
     drawn = [responses_of(task, q, samples=128, seed=seed)[0] for seed in range(25)]
     moves = torch.cat(drawn, 1)
     assert moves.shape == (12, 25 * 128 * 3)
-    found = moves @ moves.T / (25 * 128)
+    actual = moves @ moves.T / (25 * 128)
     rows = jacrev(lambda p: functional_call(task.model, p, x))(q.mean)
     j = torch.cat([rows[name].flatten(2) for name in q.mean], 2)
     p = j.flatten(0, 1).T.reshape(-1, 36)
     sigma = torch.linalg.inv(dense_precision(q))
     gram = (p.T @ sigma @ p).reshape(12, 3, 12, 3).diagonal(dim1=1, dim2=3).sum(-1)
-    torch.testing.assert_close(found, gram, rtol=0.1, atol=0.1 * float(gram.abs().mean()))
+    torch.testing.assert_close(actual, gram, rtol=0.1, atol=0.1 * float(gram.abs().mean()))
 
 
 def test_nearest_against_all_distances() -> None:
@@ -77,16 +78,16 @@ def test_nearest_against_all_distances() -> None:
     unit[20] = 0  # an example whose predictions never move
     distance = torch.cdist(unit, unit)
     distance.fill_diagonal_(torch.inf)
-    closeness, twin, told = nearest(unit, torch.full((40,), 1e-7), progress=False)
+    closeness, twin, is_twin = nearest(unit, torch.full((40,), 1e-7), progress=False)
     rows = torch.arange(40) != 20
-    kept = distance[rows]
-    kept[:, 20] = 2**0.5  # 2 − 2 · 0
-    sorted_ = kept.sort(dim=1).values
+    distances = distance[rows]
+    distances[:, 20] = 2**0.5  # 2 − 2 · 0
+    sorted_ = distances.sort(dim=1).values
     torch.testing.assert_close(closeness[rows], 1 - sorted_[:, 0] / sorted_[:, 9])
-    torch.testing.assert_close(kept.gather(1, twin[rows, None]), sorted_[:, :1])
+    torch.testing.assert_close(distances.gather(1, twin[rows, None]), sorted_[:, :1])
     assert (float(closeness[3]), int(twin[3]), int(twin[11])) == (1.0, 11, 3)
     assert float(closeness[20]) == 0
-    assert told.nonzero().flatten().tolist() == [3, 11]
+    assert is_twin.nonzero().flatten().tolist() == [3, 11]
 
 
 @pytest.mark.parametrize(
@@ -105,8 +106,10 @@ def test_gaussian_rows_have_no_twins_but_those_planted(
     below the distance of neighbours (1e-2 among 2,000 in the plane) are told, three alike too."""
     torch.manual_seed(0)
     x = torch.randn(2000, width)
-    body = [nn.Linear(width, hidden), nn.ReLU()] if hidden else []
-    model = nn.Sequential(*body, nn.Linear(hidden or width, 3))
+    if hidden:
+        model = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 3))
+    else:
+        model = nn.Sequential(nn.Linear(width, 3))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     y = torch.randint(3, (2000,))
     for rows in torch.randperm(2000).split(100):
@@ -117,8 +120,8 @@ def test_gaussian_rows_have_no_twins_but_those_planted(
     def suspected(x: Tensor) -> list[int]:
         task = blr.Task(model, (x, y))
         q = blr.fit_laplace(task, prior_precision=1.0)
-        closeness, _, told = nearest(*responses_of(task, q, samples=32))
-        return (told & (closeness > CLOSE)).nonzero().flatten().tolist()
+        closeness, _, is_twin = nearest(*responses_of(task, q, samples=32))
+        return (is_twin & (closeness > CLOSE)).nonzero().flatten().tolist()
 
     assert suspected(x) == []
     slip = torch.tensor(slips * 21)[:21, None]
@@ -148,20 +151,20 @@ def test_planted_faults_in_digits() -> None:
             optimizer.step()
         if epoch % 12 == 11:
             qs.append(blr.fit_laplace(task, structure="kron", prior_precision=10.0))
-    found = blr.suspicious(task, qs, samples=128)  # of ten outputs four mixtures
+    suspicions = blr.suspicious(task, qs, samples=128)  # of ten outputs four mixtures
     flipped = torch.zeros(len(x), dtype=torch.bool)
     flipped[:45] = True
     clean = torch.arange(len(x)) < 900
     plain = blr.sensitivity(task, qs[-1]).losses
-    ours = roc_auc_score(flipped[clean], found.losses[clean])
+    ours = roc_auc_score(flipped[clean], suspicions.losses[clean])
     assert ours > roc_auc_score(flipped[clean], plain[clean]) + 0.002
-    first = found.order[:45].tolist()
+    first = suspicions.order[:45].tolist()
     assert sum(i < 45 for i in first) >= 40  # of 45, by the mean loss of five checkpoints
     noise = torch.arange(len(x)).ge(900) & torch.arange(len(x)).lt(930)
-    assert roc_auc_score(noise, found.unfamiliarity) > roc_auc_score(noise, plain) > 0.5
-    assert found.closeness is not None
-    assert (found.closeness[930:] == 1).all()
-    kinds = pd.Series(found.kind)
+    assert roc_auc_score(noise, suspicions.unfamiliarity) > roc_auc_score(noise, plain) > 0.5
+    assert suspicions.closeness is not None
+    assert (suspicions.closeness[930:] == 1).all()
+    kinds = pd.Series(suspicions.kind)
     called = (kinds == "label").to_numpy().nonzero()[0]
     assert (called < 45).all()  # where nothing measured the scale few are called, or none
     assert (kinds[930:] == "duplicate").mean() > 0.6
@@ -174,21 +177,21 @@ def test_other_likelihoods(likelihood: str) -> None:
     y = (x[:, 0] > 0).float()
     task = blr.Task(nn.Linear(2, 1), (x, y), likelihood=likelihood)
     q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
-    found = blr.suspicious(task, q)
+    suspicions = blr.suspicious(task, q)
     loo = blr.leave_one_out(task, q)
     if likelihood == "gaussian":
-        assert found.proposed is None
-        torch.testing.assert_close(found.left_out, loo.losses)
-        first = found.losses.argsort(descending=True)[:2].tolist()  # a share of a twentieth
-        assert [i for i in range(30) if found.kind[i] == "label"] == sorted(first)
-        assert found.table.proposed.isna().all()
+        assert suspicions.proposed is None
+        torch.testing.assert_close(suspicions.left_out, loo.losses)
+        first = suspicions.losses.argsort(descending=True)[:2].tolist()  # a share of a twentieth
+        assert [i for i in range(30) if suspicions.kind[i] == "label"] == sorted(first)
+        assert suspicions.table.proposed.isna().all()
     else:
-        assert found.proposed is not None
-        torch.testing.assert_close(found.proposed.flatten(), 1 - y)
+        assert suspicions.proposed is not None
+        torch.testing.assert_close(suspicions.proposed.flatten(), 1 - y)
         contradicted = task.likelihood.nll(loo.logits, 1 - loo.targets) < loo.losses
-        first = found.order[: int(contradicted.sum())]
+        first = suspicions.order[: int(contradicted.sum())]
         assert set(first.tolist()) == set(contradicted.nonzero().flatten().tolist())
-        assert "label" not in found.kind  # fresh weights explain no label
+        assert "label" not in suspicions.kind  # fresh weights explain no label
 
 
 PLANTED = list(range(5, 60, 10))
@@ -206,29 +209,29 @@ def test_tables_pictures_and_scores() -> None:
     x, y = planted()
     task, q = laplace(trained("categorical", x, y, DELTA, 3), x, y)
     named = blr.Task(task.model, (x, y), metadata={"source": [f"s{i}" for i in range(60)]})
-    found = blr.suspicious(named, q, duplicates=False)
-    table = found.table
-    assert table["index"].tolist() == found.order.tolist()
+    suspicions = blr.suspicious(named, q, duplicates=False)
+    table = suspicions.table
+    assert table["index"].tolist() == suspicions.order.tolist()
     first = table.iloc[0]
     assert first["index"] in PLANTED
     assert first.kind == "label"
     assert first.source == f"s{first['index']}"
     called = table[table.kind == "label"]
-    assert found.precision == pytest.approx(called.wrong.mean())
+    assert suspicions.precision == pytest.approx(called.wrong.mean())
     assert (called.wrong > 0.5).all()
     assert set(PLANTED) <= set(called["index"])
     losses = nn.functional.cross_entropy(task.model(x), y, reduction="none").detach()
-    assert table.training_loss.to_numpy() == pytest.approx(losses[found.order].numpy())
-    assert table.loss.tolist() == found.losses[found.order].tolist()
-    assert table.left_out_loss.tolist() == found.left_out[found.order].tolist()
+    assert table.training_loss.to_numpy() == pytest.approx(losses[suspicions.order].numpy())
+    assert table.loss.tolist() == suspicions.losses[suspicions.order].tolist()
+    assert table.left_out_loss.tolist() == suspicions.left_out[suspicions.order].tolist()
     assert set(table.kind.cat.categories) == {"label", "unfamiliar", "duplicate", "none"}
-    ax = found.plot()
+    ax = suspicions.plot()
     assert sum(len(points.get_offsets()) for points in ax.collections) == 60
     words = " ".join(text.get_text() for text in ax.get_legend().get_texts())
-    assert f"label ({found.kind.count('label')})" in words
-    assert f"{found.kind.count('label')} label" in repr(found)
-    assert found.score("label") is found.losses
-    assert found.score("unfamiliar") is found.unfamiliarity
+    assert f"label ({suspicions.kind.count('label')})" in words
+    assert f"{suspicions.kind.count('label')} label" in repr(suspicions)
+    assert suspicions.score("label") is suspicions.losses
+    assert suspicions.score("unfamiliar") is suspicions.unfamiliarity
 
 
 def test_a_wrong_label_that_the_end_knows_by_heart_is_found_in_the_run() -> None:
@@ -240,17 +243,16 @@ def test_a_wrong_label_that_the_end_knows_by_heart_is_found_in_the_run() -> None
     task, last = laplace(model, x, y)
     heart = {n: m.clone() for n, m in last.mean.items()}
     heart["weight"] += 3 * nn.functional.one_hot(y[5:6], 3).T * x[5]
-    less, half, found = (
-        blr.suspicious(
-            task,
-            blr.Posterior(heart, last.form, prior_precision=1.0, n_data=60, earlier=earlier),
-            duplicates=False,
-        )
-        for earlier in ((), (last,), (last, last))
-    )
-    places = [result.order.tolist().index(5) for result in (less, half, found)]
+
+    def suspicions_of(*earlier: blr.Posterior) -> Suspicions:
+        q = blr.Posterior(heart, last.form, prior_precision=1.0, n_data=60, earlier=earlier)
+        return blr.suspicious(task, q, duplicates=False)
+
+    runs = [suspicions_of(), suspicions_of(last), suspicions_of(last, last)]
+    places = [suspicions.order.tolist().index(5) for suspicions in runs]
     assert places[2] < min(places[:2])
-    assert found.losses[5] > half.losses[5] > 10 * less.losses[5]
+    losses = [float(suspicions.losses[5]) for suspicions in runs]
+    assert losses[2] > losses[1] > 10 * losses[0]
 
 
 @pytest.mark.parametrize("absent", [0, 1, 2])
@@ -285,9 +287,9 @@ def test_as_many_labels_are_wrong_as_the_chances_say(rate: float) -> None:
     called = chances > 0.5
     if rate == 0.2:
         expected = float(chances[called].sum())
-        found = int((wrong & called).sum())
-        assert abs(found - expected) < 4 * expected**0.5
-        assert found > 0
+        n_wrong = int((wrong & called).sum())
+        assert abs(n_wrong - expected) < 4 * expected**0.5
+        assert n_wrong > 0
 
 
 def test_losses_side_by_side_have_no_weights() -> None:
@@ -295,14 +297,15 @@ def test_losses_side_by_side_have_no_weights() -> None:
     model = trained("categorical", x, y, DELTA, 3)
     weights = torch.linspace(0.2, 5.0, 60)
     by_class = blr.Categorical(weight=[0.1, 1.0, 9.0])
-    for how in ({"weights": weights}, {"likelihood": by_class}):
-        task = blr.Task(model, (x, y), **how)
+    losses = nn.functional.cross_entropy(model(x), y, reduction="none").detach()
+    for options in ({"weights": weights}, {"likelihood": by_class}):
+        task = blr.Task(model, (x, y), **options)
         q = blr.fit_laplace(task, structure="full", prior_precision=DELTA)
-        found = blr.suspicious(task, q, duplicates=False)
+        suspicions = blr.suspicious(task, q, duplicates=False)
         loo = blr.leave_one_out(task, q)
-        plain = nn.functional.cross_entropy
-        torch.testing.assert_close(found.left_out, plain(loo.logits, y, reduction="none"))
-        torch.testing.assert_close(found.training, plain(model(x), y, reduction="none").detach())
+        left_out = nn.functional.cross_entropy(loo.logits, y, reduction="none")
+        torch.testing.assert_close(suspicions.left_out, left_out)
+        torch.testing.assert_close(suspicions.training, losses)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -334,9 +337,9 @@ def test_where_no_label_is_called_wrong_a_line_says_why(
         loss(model(x), y).backward()
         optimizer.step()
     task = blr.Task(model, (x, y), likelihood=loss)
-    found = blr.suspicious(task, blr.fit_laplace(task), duplicates=False)
-    called = found.kind.count("label")
+    suspicions = blr.suspicious(task, blr.fit_laplace(task), duplicates=False)
+    called = suspicions.kind.count("label")
     assert bool(called) == (reason == "")
-    assert ("no label is called wrong" in found.note) == (not called)
-    assert reason in found.note
-    assert found.table.attrs["note"] == found.note
+    assert ("no label is called wrong" in suspicions.note) == (not called)
+    assert reason in suspicions.note
+    assert suspicions.table.attrs["note"] == suspicions.note

@@ -254,8 +254,8 @@ def task_of(case: Case) -> blr.Task:
         **case.recipe,
     )
     data = (case.inputs, case.targets)
-    told = {"likelihood": case.likelihood, "recipe": recipe, "progress": False, **case.task}
-    return blr.Task(case.model(7), data, **told)
+    options = {"likelihood": case.likelihood, "recipe": recipe, "progress": False, **case.task}
+    return blr.Task(case.model(7), data, **options)
 
 
 def by_rerun(task: blr.Task, q: blr.Posterior, monkeypatch: Any) -> Any:
@@ -267,8 +267,8 @@ def by_retraining(task: blr.Task, q: blr.Posterior, monkeypatch: Any) -> Any:
 
 
 def by_replay(task: blr.Task, q: blr.Posterior, monkeypatch: Any) -> Any:
-    asked: dict[str, Any] = {"solver": "replay", "seeds": 1, "passes": SHORT}
-    return blr.what_if(task, q, remove=REMOVED, **asked).parameters
+    options: dict[str, Any] = {"solver": "replay", "seeds": 1, "passes": SHORT}
+    return blr.what_if(task, q, remove=REMOVED, **options).parameters
 
 
 def by_calibration(task: blr.Task, q: blr.Posterior, monkeypatch: Any) -> Any:
@@ -276,8 +276,8 @@ def by_calibration(task: blr.Task, q: blr.Posterior, monkeypatch: Any) -> Any:
     module = import_module("blr_analysis.sensitivity.calibrate")
     actual = []
 
-    def spied(*asked: Any, **options: Any) -> Any:
-        actual.append(trained(*asked, **options))
+    def spied(*args: Any, **options: Any) -> Any:
+        actual.append(trained(*args, **options))
         return actual[-1]
 
     monkeypatch.setattr(module, "trained", spied)
@@ -352,13 +352,13 @@ def test_relabelled_and_added_examples_are_reduced_with_the_others(name: str) ->
     case = CASES[name]
     task = task_of(case)
     q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
-    other = copy.copy(case)
-    other.targets = case.targets.clone()
-    other.targets[[2, 7]] = case.targets[[1, 3]]
-    labels = {i: other.targets[i] for i in (2, 7)}
-    asked: dict[str, Any] = {"solver": "replay", "seeds": 1, "passes": SHORT}
-    actual = blr.what_if(task, q, relabel=labels, **asked).parameters
-    expected = by_hand(other, all_rows(), n=N, short=True)
+    relabelled = copy.copy(case)
+    relabelled.targets = case.targets.clone()
+    relabelled.targets[[2, 7]] = case.targets[[1, 3]]
+    labels = {i: relabelled.targets[i] for i in (2, 7)}
+    options: dict[str, Any] = {"solver": "replay", "seeds": 1, "passes": SHORT}
+    actual = blr.what_if(task, q, relabel=labels, **options).parameters
+    expected = by_hand(relabelled, all_rows(), n=N, short=True)
     for parameter, value in expected.items():
         torch.testing.assert_close(actual[parameter], value, rtol=1e-9, atol=1e-12)
 

@@ -63,8 +63,8 @@ def plain() -> TensorDataset:
 
 
 def recipe_of(**options: Any) -> blr.Recipe:
-    told: dict[str, Any] = {"lr": LR, "epochs": EPOCHS, "batch_size": BATCH}
-    return blr.Recipe("sgd", **{**told, "initial": network().state_dict(), **options})
+    settings: dict[str, Any] = {"lr": LR, "epochs": EPOCHS, "batch_size": BATCH}
+    return blr.Recipe("sgd", **{**settings, "initial": network().state_dict(), **options})
 
 
 def task_of(recipe: blr.Recipe | None = None, data: Any = None) -> blr.Task:
@@ -108,10 +108,10 @@ def test_a_training_draws_its_inputs_and_the_analysis_does_not(way: str) -> None
 def test_relabelled_and_left_out_examples_are_drawn_too(way: str) -> None:
     task = task_of(recipe_of(augment=WAYS[way]))
     changed = task_of(recipe_of(), (mirrored(inputs()), CLASSES))
-    asked: dict[str, Any] = {"relabel": {3: 2, 7: 0}, "remove": [5]}
-    asked |= {"solver": "retrain", "seeds": 1}
+    question: dict[str, Any] = {"relabel": {3: 2, 7: 0}, "remove": [5]}
+    question |= {"solver": "retrain", "seeds": 1}
     actual, expected = (
-        blr.what_if(t, blr.fit_laplace(t, structure="diag", prior_precision=1.0), **asked)
+        blr.what_if(t, blr.fit_laplace(t, structure="diag", prior_precision=1.0), **question)
         for t in (task, changed)
     )
     assert same(actual.parameters, expected.parameters)
@@ -128,11 +128,11 @@ def test_a_part_of_a_task_draws_its_own_examples() -> None:
 
 
 def test_added_examples_need_a_function() -> None:
-    more = blr.Task(network().eval(), (inputs()[:2], CLASSES[:2]))
+    added = blr.Task(network().eval(), (inputs()[:2], CLASSES[:2]))
     task = task_of(recipe_of(augment=Mirrored(plain())))
     q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
     with pytest.raises(InputError, match="function"):
-        blr.what_if(task, q, add=more, solver="retrain", seeds=1)
+        blr.what_if(task, q, add=added, solver="retrain", seeds=1)
 
 
 def test_data_that_draw_are_named() -> None:
@@ -191,11 +191,11 @@ def test_a_cut_cosine_is_shortened_by_the_rates_that_it_made() -> None:
 def test_the_epoch_that_does_best_on_validation_data_is_kept(patience: int | None) -> None:
     """Against the losses after every epoch of plain trainings, each of so many epochs."""
     validation = (inputs().flip(0), CLASSES)
-    how: dict[str, Any] = {"lr": 1.5, "batch_size": N}
-    each = [state_by(recipe_of(epochs=k, **how)) for k in range(1, EPOCHS + 1)]
+    settings: dict[str, Any] = {"lr": 1.5, "batch_size": N}
+    states = [state_by(recipe_of(epochs=k, **settings)) for k in range(1, EPOCHS + 1)]
     model = network()
     losses = []
-    for state in each:
+    for state in states:
         model.load_state_dict(state)
         losses.append(float(cross_entropy(model(validation[0]), validation[1]).detach()))
     end = EPOCHS
@@ -205,8 +205,8 @@ def test_the_epoch_that_does_best_on_validation_data_is_kept(patience: int | Non
     best = min(range(end), key=losses.__getitem__)
     assert best < EPOCHS - 1
     assert losses[0] > losses[best]
-    actual = state_by(recipe_of(validation=validation, patience=patience, **how))
-    assert same(actual, each[best])
+    actual = state_by(recipe_of(validation=validation, patience=patience, **settings))
+    assert same(actual, states[best])
 
 
 def test_validation_data_of_which_none_counts_choose_no_epoch() -> None:
@@ -240,12 +240,12 @@ def trained_by(recipe: blr.Recipe, seed: int = 5) -> blr.Task:
 def answers(task: blr.Task) -> dict[str, str]:
     """What each path says of the recipe."""
     q = blr.fit_laplace(task, structure="diag")
-    asked: dict[str, Any] = {"remove": [1], "seeds": 2}
+    question: dict[str, Any] = {"remove": [1], "seeds": 2}
     return {
         "rerun": blr.rerun(task, seeds=2)[0].note,
         "calibrate": blr.calibrate(task, q).note,
-        "retrain": blr.what_if(task, q, solver="retrain", **asked).note,
-        "replay": blr.what_if(task, q, solver="replay", passes=8, **asked).note,
+        "retrain": blr.what_if(task, q, solver="retrain", **question).note,
+        "replay": blr.what_if(task, q, solver="replay", passes=8, **question).note,
     }
 
 
@@ -259,12 +259,12 @@ def test_a_recipe_that_is_not_the_trainings_is_said_on_every_path() -> None:
     task = trained_by(right)
     assert not any(WORDS in note for note in answers(task).values())
     wrong = recipe_of(initial=None, epochs=30, lr=LR / 100)
-    other = blr.Task(task.model, plain(), recipe=wrong, progress=False)
-    assert all(WORDS in note for note in answers(other).values())
+    mistaken = blr.Task(task.model, plain(), recipe=wrong, progress=False)
+    assert all(WORDS in note for note in answers(mistaken).values())
 
 
 @pytest.mark.parametrize(
-    ("trainings", "said"),
+    ("trainings", "is_noted"),
     [
         ([0.2, 0.21], False),
         ([0.5, 0.49], True),
@@ -272,10 +272,12 @@ def test_a_recipe_that_is_not_the_trainings_is_said_on_every_path() -> None:
         ([0.02, 0.03], True),
     ],
 )
-def test_trainings_are_others_beyond_what_seeds_differ(trainings: list[float], said: bool) -> None:
-    own = torch.full((50,), 0.2)
-    note = ending_note(own, [torch.full((50,), loss) for loss in trainings])
-    assert bool(note) is said
+def test_trainings_are_others_beyond_what_seeds_differ(
+    trainings: list[float], is_noted: bool
+) -> None:
+    model_losses = torch.full((50,), 0.2)
+    note = ending_note(model_losses, [torch.full((50,), loss) for loss in trainings])
+    assert bool(note) is is_noted
 
 
 def test_further_trainings_are_asked_for_only_where_those_so_far_end_elsewhere() -> None:

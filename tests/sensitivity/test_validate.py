@@ -54,7 +54,8 @@ def test_losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """In nats per example: of texts the sum over their tokens."""
     with torch.no_grad():
         if y.ndim == 2:
-            return F.cross_entropy(model(x)[:, :-1].mT, y[:, 1:], reduction="none").sum(1)
+            losses = F.cross_entropy(model(x)[:, :-1].mT, y[:, 1:], reduction="none")
+            return losses.sum(1)
         return F.cross_entropy(model(x), y, reduction="none")
 
 
@@ -94,9 +95,12 @@ class Case:
 
     def task(self, recipe: blr.Recipe | None = None) -> blr.Task:
         data = (self.x[:N], self.y[:N])
-        chosen = recipe or self.recipe
         return blr.Task(
-            self.build(), data, likelihood=self.likelihood, recipe=chosen, progress=False
+            self.build(),
+            data,
+            likelihood=self.likelihood,
+            recipe=recipe or self.recipe,
+            progress=False,
         )
 
     @property
@@ -196,7 +200,9 @@ def test_the_range_holds_the_score_of_many_halves_in_four_of_five() -> None:
     scores = effects + 0.7 * drawn(generator, 30, 8)
     halves, losses = simulated(generator, effects, 1000)
     foretold = -(halves.double() @ scores)
-    truth = np.mean([spearmanr(foretold[:, j], losses.mean(1)[:, j]).statistic for j in range(8)])
+    mean_losses = losses.mean(1)
+    correlations = [spearmanr(foretold[:, j], mean_losses[:, j]).statistic for j in range(8)]
+    truth = np.mean(correlations)
     inside = 0
     for _ in range(60):
         study = agreement_of("study", scores, *simulated(generator, effects, 20))
@@ -204,38 +210,45 @@ def test_the_range_holds_the_score_of_many_halves_in_four_of_five() -> None:
     assert 40 < inside < 58
 
 
-def test_retrainings_are_kept_and_scores_are_read_from_files(tmp_path: Path) -> None:
-    counts: list[int] = []
-    task = CASE.task(counted_recipe(CASE, counts))
-    keep = tmp_path / "halves.safetensors"
+def test_scores_are_read_from_files(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", LIKE[0].numpy())
     frame = pd.DataFrame(LIKE[0].numpy(), columns=[str(j) for j in range(M)])
     frame.to_parquet(tmp_path / "b.parquet")
     frame.set_index(pd.Index(range(N, 0, -1), name="row")).to_parquet(tmp_path / "d.parquet")
     files = {name: tmp_path / name for name in ("a.npy", "d.parquet")}
     files |= {"b": str(tmp_path / "b.parquet"), "c": LIKE[0], "frame": frame}
-    first = blr.validate(task, None, CASE.test, scores=files, halves=4, seeds=1, keep=keep)
-    assert len({first.score(name).value for name in files}) == 1
+    result = blr.validate(CASE.task(), None, CASE.test, scores=files, halves=4, seeds=1)
+    assert len({result.score(name).value for name in files}) == 1
+
+
+def test_retrainings_are_kept(tmp_path: Path) -> None:
+    counts: list[int] = []
+    task = CASE.task(counted_recipe(CASE, counts))
+    scores = {"c": LIKE[0]}
+    keep = tmp_path / "halves.safetensors"
+    first = blr.validate(task, None, CASE.test, scores=scores, halves=4, seeds=1, keep=keep)
     assert np.isnan(first.ceiling)
     assert "single seed" in first.note
     assert len(counts) == 4
-    again = blr.validate(task, None, CASE.test, scores=files, halves=4, seeds=1, keep=keep)
+    again = blr.validate(task, None, CASE.test, scores=scores, halves=4, seeds=1, keep=keep)
     assert len(counts) == 4
     assert torch.equal(again.losses, first.losses)
-    more = blr.validate(task, None, CASE.test, scores=files, halves=6, seeds=2, keep=keep)
+    larger = blr.validate(task, None, CASE.test, scores=scores, halves=6, seeds=2, keep=keep)
     assert len(counts) == 12
-    assert torch.equal(more.losses[:4, :1], first.losses)
-    fewer = blr.validate(task, None, CASE.test, scores=files, halves=5, seeds=2, keep=keep)
+    assert torch.equal(larger.losses[:4, :1], first.losses)
+    fewer = blr.validate(task, None, CASE.test, scores=scores, halves=5, seeds=2, keep=keep)
     assert len(counts) == 12
-    assert torch.equal(fewer.losses, more.losses[:5])
-    torch.testing.assert_close(
-        more.losses, blr.validate(task, None, CASE.test, scores=files, halves=6, seeds=2).losses
-    )
-    others = {"another recipe": (CASE.task(), CASE.test), "other test data": (task, CASE.task())}
-    for word, (other, test) in others.items():
+    assert torch.equal(fewer.losses, larger.losses[:5])
+    fresh = blr.validate(task, None, CASE.test, scores=scores, halves=6, seeds=2)
+    torch.testing.assert_close(larger.losses, fresh.losses)
+    mismatches = {
+        "another recipe": (CASE.task(), CASE.test),
+        "other test data": (task, CASE.task()),
+    }
+    for word, (other_task, test) in mismatches.items():
         matrix = torch.ones(N, test.n_data)
         with pytest.raises(StorageError, match=word):
-            blr.validate(other, None, test, scores={"c": matrix}, halves=4, keep=keep)
+            blr.validate(other_task, None, test, scores={"c": matrix}, halves=4, keep=keep)
 
 
 def test_short_retrainings_and_noise_are_noted() -> None:
@@ -262,16 +275,16 @@ def test_short_retrainings_and_noise_are_noted() -> None:
 
 
 def test_the_cost_is_said_before_the_work(capsys: pytest.CaptureFixture[str]) -> None:
-    said = []
+    messages = []
 
     def train(data: Any, seed: int) -> nn.Module:
-        said.append(capsys.readouterr().err)
+        messages.append(capsys.readouterr().err)
         return network()
 
     task = CASE.task(blr.Recipe(train=train))
     task.progress = None
     blr.validate(task, None, CASE.test, scores={"noise": LIKE[0]}, halves=4)
-    assert said[0].startswith("8 retrainings on half of the data")
+    assert messages[0].startswith("8 retrainings on half of the data")
     counted = CASE.task()
     counted.progress = None
     blr.validate(counted, None, CASE.test, scores={"noise": LIKE[0]}, halves=4)

@@ -47,31 +47,37 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-9) -> None:
 @given(data=st.data())
 def test_any_change_of_linear_regression_is_retraining(data) -> None:
     """Examples that leave (also all of them, where others come), come, and have other targets."""
-    n, d, c = (data.draw(st.integers(*r)) for r in ((2, 10), (1, 4), (1, 3)))
+    n = data.draw(st.integers(2, 10))
+    d = data.draw(st.integers(1, 4))
+    c = data.draw(st.integers(1, 3))
     new = data.draw(st.integers(0, 4))
-    gone = data.draw(st.sets(st.integers(0, n - 1), max_size=n if new else n - 1))
-    stay = [i for i in range(n) if i not in gone]
-    one = st.lists(st.floats(-5, 5), min_size=c, max_size=c)
-    labels = data.draw(st.dictionaries(st.sampled_from(stay), one)) if stay else {}
-    if not (gone or new or labels):
+    removed = data.draw(st.sets(st.integers(0, n - 1), max_size=n if new else n - 1))
+    stay = [i for i in range(n) if i not in removed]
+    target = st.lists(st.floats(-5, 5), min_size=c, max_size=c)
+    labels = {}
+    if stay:
+        labels = data.draw(st.dictionaries(st.sampled_from(stay), target))
+    if not (removed or new or labels):
         labels = {stay[0]: [1.0] * c}
     delta = data.draw(st.floats(0.01, 100))
     x, y = regression(n + new, d, c, data.draw(st.integers(0, 10**6)))
     task, q = fitted(x[:n], y[:n], delta)
-    asked: dict = {"remove": sorted(gone)} if gone else {}
+    change: dict = {}
+    if removed:
+        change["remove"] = sorted(removed)
     if new:
-        asked["add"] = blr.Task(nn.Linear(d, c).double(), (x[n:], y[n:]), likelihood="gaussian")
+        change["add"] = blr.Task(nn.Linear(d, c).double(), (x[n:], y[n:]), likelihood="gaussian")
     y = y.clone()  # the task's are its own
     if labels:
-        asked["relabel"] = {i: torch.tensor(v, dtype=y.dtype) for i, v in labels.items()}
-        for i, value in asked["relabel"].items():
+        change["relabel"] = {i: torch.tensor(v, dtype=y.dtype) for i, v in labels.items()}
+        for i, value in change["relabel"].items():
             y[i] = value
-    result = blr.what_if(task, q, **asked, solver="posterior")
-    truth = retrained("gaussian", x, y, without(n + new, sorted(gone)), delta, c)[0]
+    result = blr.what_if(task, q, **change, solver="posterior")
+    truth = retrained("gaussian", x, y, without(n + new, sorted(removed)), delta, c)[0]
     close(flat(result.parameters), truth, 1e-7)
     counts = result.removed, result.added, result.relabelled
-    assert counts == (len(gone), new, len(labels))
-    assert f"{len(gone)} removed" in repr(result) or not gone
+    assert counts == (len(removed), new, len(labels))
+    assert f"{len(removed)} removed" in repr(result) or not removed
 
 
 def classification(seed: int = 0, **options) -> tuple[blr.Task, blr.Posterior]:
@@ -103,8 +109,8 @@ def test_evaluate_may_hold_another_model_object() -> None:
     test = blr.Task(fresh, (x[:20] + 1, y[:20]))
     with untouched(fresh), untouched(model):
         result = blr.what_if(task, q, remove=[0], evaluate=test)
-    same = blr.Task(model, (x[:20] + 1, y[:20]))
-    expected = blr.what_if(task, q, remove=[0], evaluate=same)
+    same_model = blr.Task(model, (x[:20] + 1, y[:20]))
+    expected = blr.what_if(task, q, remove=[0], evaluate=same_model)
     assert result.nll == expected.nll
     assert result.before.nll == expected.before.nll
     f = model(x[:20] + 1).detach()
@@ -120,18 +126,18 @@ def test_each_row_is_one_what_if(by: str) -> None:
     measured = [
         f"{kind}_{when}" for kind in ("nll", "accuracy") for when in ("before", "after", "change")
     ]
-    about = ["converged", "nll_high", "nll_low", "note", "passes", "solver"]
-    assert set(table) == {"group", "n", *measured, *about}
+    columns = ["converged", "nll_high", "nll_low", "note", "passes", "solver"]
+    assert set(table) == {"group", "n", *measured, *columns}
     assert table.group.tolist() == ([0, 1, 2] if by == "target" else ["book", "code", "web"])
     for row in table.itertuples():
-        one = blr.what_if(task, q, remove=lambda r, g=row.group: r[by] == g, evaluate=test)
-        assert row.n == one.removed
-        assert row.nll_after == one.nll
-        assert row.accuracy_after == one.accuracy
-        assert row.nll_before == one.before.nll
-        assert row.accuracy_before == one.before.accuracy
-        assert row.nll_change == pytest.approx(one.nll - one.before.nll)
-        assert row.accuracy_change == pytest.approx(one.accuracy - one.before.accuracy)
+        single = blr.what_if(task, q, remove=lambda r, g=row.group: r[by] == g, evaluate=test)
+        assert row.n == single.removed
+        assert row.nll_after == single.nll
+        assert row.accuracy_after == single.accuracy
+        assert row.nll_before == single.before.nll
+        assert row.accuracy_before == single.before.accuracy
+        assert row.nll_change == pytest.approx(single.nll - single.before.nll)
+        assert row.accuracy_change == pytest.approx(single.accuracy - single.before.accuracy)
     assert table.n.sum() == 60
 
 
@@ -198,13 +204,13 @@ def test_the_cost_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     blr.what_if(task, q, remove=list(range(9)), seeds=2)
     cost = str(cost_of_what_if(task, q, remove=list(range(9)), seeds=2)).partition(",")[0]
-    said = capsys.readouterr().err
-    assert f"what if: {cost}" in said
+    shown = capsys.readouterr().err
+    assert f"what if: {cost}" in shown
     assert "24 passes over the data" in cost
     blr.what_if_each(task, q, by="source", seeds=2)
-    said = capsys.readouterr().err
-    assert said.count("what if: by ") == 1
-    assert "48 passes over the data" in said
+    shown = capsys.readouterr().err
+    assert shown.count("what if: by ") == 1
+    assert "48 passes over the data" in shown
     task.progress = False
     blr.what_if(task, q, remove=list(range(9)), seeds=2)
     assert capsys.readouterr().err == ""
