@@ -63,6 +63,21 @@ def test_with_room_for_everything_it_is_exact(
         assert top.table[column].equals(truth.table[column])
 
 
+def test_metadata_do_not_replace_what_the_index_computed(tmp_path: Path) -> None:
+    """Influence in units of the examples' lengths is that of an index without such columns."""
+    plain = language()
+    columns = {"self_influence": [1e6] * N, "index": [*range(N)][::-1]}
+    task = task_of(tiny_lm(0, tied=True), sequences(N), metadata=columns)
+    test = task_of(tiny_lm(tied=True), sequences(4))
+    expected = blr.Index.build(plain, posterior(plain), tmp_path / "plain")
+    index = blr.Index.build(task, posterior(task), tmp_path / "named")
+    assert torch.equal(index.self_influence, expected.self_influence)
+    values = index.influence(test, normalize=True)
+    assert torch.equal(values, expected.influence(test, normalize=True))
+    assert index.examples["index"] == list(range(N))
+    assert index.examples["index_metadata"] == columns["index"]
+
+
 def of_rows(n: int, width: int) -> blr.Task:
     """Labels of normal rows."""
     generator = torch.Generator().manual_seed(0)

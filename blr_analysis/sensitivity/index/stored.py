@@ -184,15 +184,22 @@ class Store:
             raise _damaged(file) from error
 
     def write_examples(self, metadata: Mapping[str, Any]) -> None:
-        """Write the table, when all records are there."""
+        """Write the table, when all records are there.
+
+        A column of metadata that has the name of a computed one is called ``…_metadata``.
+        """
         import pyarrow as pa
         import pyarrow.parquet as parquet
 
         records = [load_records(self.path / name) for name in self.files]
         squares = torch.cat([part["self_influence"] for part in records])
         columns = {"index": list(range(self.n_data)), "self_influence": squares.tolist()}
+        users_columns = {
+            f"{name}_metadata" if name in columns else name: values
+            for name, values in metadata.items()
+        }
         with drafted(self.path / EXAMPLES) as draft:
-            parquet.write_table(pa.table(columns | dict(metadata)), draft)
+            parquet.write_table(pa.table(columns | users_columns), draft)
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Write the record, when all other files are there: the index is complete."""
