@@ -64,7 +64,7 @@ class TestLikelihoodContract:
         (slope,) = torch.autograd.grad(truth.sum(), raw, create_graph=True)
         (error,) = torch.autograd.grad(outputs, raw, likelihood.error(f, y), retain_graph=True)
         assert relative(error, slope.detach()) < 1e-12
-        if isinstance(likelihood, MeanAndVariance):  # whose Λ is a mean
+        if isinstance(likelihood, MeanAndVariance):  # its Λ is a mean, no second derivative
             return check_hessian_parts(likelihood, f, y)
         v = normal(*raw.shape, seed=5)
         along = likelihood.prepare(v, labels)[0] if likelihood.is_sequence else v
@@ -78,10 +78,13 @@ class TestLikelihoodContract:
         likelihood, raw, y, _ = MEMBERS[name]
         weighted = Weighted(likelihood, torch.arange(N).double())
         f, y = weighted.prepare(raw, y)
-        for ask in ("nll", "error") if likelihood.is_sequence else ("nll", "error", "hessian"):
-            plain = getattr(likelihood, ask)(f, y)
+        names = ["nll", "error"]
+        if not likelihood.is_sequence:
+            names.append("hessian")
+        for quantity in names:
+            plain = getattr(likelihood, quantity)(f, y)
             w = torch.arange(N).double().view(-1, *[1] * (plain.ndim - 1))
-            assert relative(getattr(weighted, ask)(f, y), plain * w) < 1e-12
+            assert relative(getattr(weighted, quantity)(f, y), plain * w) < 1e-12
         check_hessian_parts(weighted, f, y)
         half = weighted.at(torch.tensor([3, 5]))
         assert relative(half.nll(f[[3, 5]], y[[3, 5]]), weighted.nll(f, y)[[3, 5]]) < 1e-12
@@ -90,19 +93,22 @@ class TestLikelihoodContract:
 
     def test_everything_keeps_the_outputs_dtype(self, name: str) -> None:
         likelihood, raw, labels, _ = MEMBERS[name]
-        asked = [likelihood.error, likelihood.nll]
-        asked += [] if likelihood.is_sequence else [likelihood.hessian, likelihood.hessian_root]
+        methods = [likelihood.error, likelihood.nll]
+        if not likelihood.is_sequence:
+            methods += [likelihood.hessian, likelihood.hessian_root]
         for dtype in (torch.float32, torch.float64):
             f, y = likelihood.prepare(raw.to(dtype), labels)
-            assert {ask(f, y).dtype for ask in asked} == {likelihood.mean(f).dtype} == {dtype}
+            assert likelihood.mean(f).dtype == dtype
+            for method in methods:
+                assert method(f, y).dtype == dtype
 
 
 def check_hessian_parts(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
-    """The root and the products, against Λ, which is not formed of sequences."""
+    """The root and the products agree with Λ; for sequences Λ is refused."""
     if likelihood.is_sequence:
-        for ask in (likelihood.hessian, likelihood.hessian_root):
+        for method in (likelihood.hessian, likelihood.hessian_root):
             with pytest.raises(InputError, match="empirical_fisher"):
-                ask(f, y)
+                method(f, y)
         return
     hessian = likelihood.hessian(f, y)
     v = normal(3, *f.shape, seed=11)
@@ -114,12 +120,17 @@ def check_hessian_parts(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
 
 @pytest.mark.parametrize(("likelihood", "make", "y"), KINDS, ids=[repr(k[0]) for k in KINDS])
 def test_means_are_the_distributions_and_draws_come_from_the_generator(likelihood, make, y) -> None:
-    p = make(f := 2 * normal(N, C))
-    assert relative(likelihood.mean(f), p.probs if likelihood.integer_targets else p.mean) < 1e-12
+    f = 2 * normal(N, C)
+    p = make(f)
+    mean = p.probs if likelihood.integer_targets else p.mean
+    assert relative(likelihood.mean(f), mean) < 1e-12
     before = torch.get_rng_state()
-    one, two, other = (likelihood.sample(f, torch.Generator().manual_seed(s)) for s in (1, 1, 2))
-    assert torch.equal(one, two)
-    assert not torch.equal(one, other)
+
+    def draw(seed: int) -> Tensor:
+        return likelihood.sample(f, torch.Generator().manual_seed(seed))
+
+    assert torch.equal(draw(1), draw(1))
+    assert not torch.equal(draw(1), draw(2))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -127,7 +138,7 @@ DRAWN = [
     *((likelihood, y) for likelihood, _, y in KINDS),
     (Categorical(weight=W, label_smoothing=0.1), CLASSES),
     (Categorical(label_smoothing=0.1), SOFT),
-    (Categorical(weight=W, ignore_index=int(CLASSES[0])), CLASSES),  # drawn, though it is ignored
+    (Categorical(weight=W, ignore_index=int(CLASSES[0])), CLASSES),  # ignored classes are drawn too
     (Bernoulli(pos_weight=3.0, weight=W), BITS),
     (MeanAndVariance(), NUMBERS[:, : C // 2]),
     (Weighted(Categorical(weight=W), torch.full((50_000,), 2.5)), CLASSES),
@@ -154,10 +165,14 @@ def test_drawn_errors_have_the_hessian_as_mean_square(likelihood, y) -> None:
 def test_confident_logits_give_finite_numbers(size: float) -> None:
     f = torch.tensor([[size, -size], [-size, size]], dtype=torch.float64)
     zeros = torch.zeros(2, 2).double()
-    for likelihood, y, wrong in ((Categorical(), zeros[0].long(), 2), (Bernoulli(), zeros, 1)):
-        for ask in (likelihood.error, likelihood.hessian_root, likelihood.nll):
-            assert torch.isfinite(ask(f, y)).all()
-        assert float(likelihood.nll(f, y)[1]) == pytest.approx(wrong * size)
+    # the second example's loss: the gap of both logits, or one logit that is wrong
+    for likelihood, y, loss in (
+        (Categorical(), zeros[0].long(), 2 * size),
+        (Bernoulli(), zeros, size),
+    ):
+        for method in (likelihood.error, likelihood.hessian_root, likelihood.nll):
+            assert torch.isfinite(method(f, y)).all()
+        assert float(likelihood.nll(f, y)[1]) == pytest.approx(loss)
 
 
 def test_predictions_distances_and_moves() -> None:
@@ -167,11 +182,11 @@ def test_predictions_distances_and_moves() -> None:
     assert Categorical().correct(f, torch.tensor([0, 0])).tolist() == [True, False]
     assert Bernoulli().prediction(f).tolist() == [[1, 1], [0, 1]]
     assert Bernoulli().correct(f, labels).tolist() == [True, False]
-    one = torch.tensor([[0.3], [-0.3]])
-    assert Bernoulli().prediction(one).tolist() == [1, 0]
-    for likelihood, expected in ((Gaussian(), one), (Poisson(), one.exp())):
-        assert torch.equal(likelihood.prediction(one), expected.squeeze(1))
-        assert likelihood.correct(one, one) is None
+    single_output = torch.tensor([[0.3], [-0.3]])
+    assert Bernoulli().prediction(single_output).tolist() == [1, 0]
+    for likelihood, expected in ((Gaussian(), single_output), (Poisson(), single_output.exp())):
+        assert torch.equal(likelihood.prediction(single_output), expected.squeeze(1))
+        assert likelihood.correct(single_output, single_output) is None
     before = torch.tensor([[0.0, 0.0]])
     after = torch.tensor([[math.log(3), 0.0]])
     assert float(Categorical().distance(before, after)) == pytest.approx(0.5)  # ¼ + ¼
@@ -206,16 +221,16 @@ def test_targets_are_brought_into_form() -> None:
 def test_negative_curvature_of_a_function_counts_as_none() -> None:
     f = 3 * normal(N, C)
     likelihood = resolve(focal)
-    exact = torch.stack(
-        [
-            torch.func.hessian(lambda f, y=y: focal(f[None], y[None])[0])(g)
-            for g, y in zip(f, CLASSES, strict=True)
-        ]
-    )
+
+    def loss_of_one(f: Tensor, y: Tensor) -> Tensor:
+        return focal(f[None], y[None])[0]
+
+    hessian = torch.func.hessian(loss_of_one)
+    exact = torch.stack([hessian(row, y) for row, y in zip(f, CLASSES, strict=True)])
     values, turn = torch.linalg.eigh(exact)
     assert float(values.min()) < -1e-2
-    kept = turn @ torch.diag_embed(values.clamp_min(0)) @ turn.mT
-    assert relative(likelihood.hessian(f, CLASSES), kept) < 1e-12
+    positive_part = turn @ torch.diag_embed(values.clamp_min(0)) @ turn.mT
+    assert relative(likelihood.hessian(f, CLASSES), positive_part) < 1e-12
     check_hessian_parts(likelihood, f, CLASSES)
 
 
@@ -232,8 +247,8 @@ def test_a_loss_that_curves_near_the_targets_alone_is_taken() -> None:
 
 def test_settings_are_said_and_compared() -> None:
     assert {name: type(resolve(name)) for name in BY_NAME} == BY_NAME
-    own = Gaussian(0.5)
-    assert resolve(own) is own
+    gaussian = Gaussian(0.5)
+    assert resolve(gaussian) is gaussian
     assert repr(Categorical(weight=[1, 2.5])) == "Categorical(weight=[1.0, 2.5])"
     assert Categorical().recorded == "categorical"
     assert Bernoulli(pos_weight=3).recorded == "Bernoulli(pos_weight=[3.0])"
@@ -258,7 +273,8 @@ class Focal(nn.Module):
         self.register_buffer("weight", weight)
 
     def forward(self, f: Tensor, y: Tensor) -> Tensor:
-        losses = -self.weight[y] * torch.log_softmax(f, -1).gather(-1, y[:, None]).squeeze(-1)
+        log_probs = torch.log_softmax(f, -1).gather(-1, y[:, None]).squeeze(-1)
+        losses = -self.weight[y] * log_probs
         return losses.mean() if self.reduction == "mean" else losses
 
 
@@ -271,10 +287,10 @@ def test_two_of_one_loss_are_the_same() -> None:
         (Focal, lambda: Focal(weight=2 * W)),
         (lambda: focal, Focal),
     ]
-    for make, other in pairs:
+    for make, make_another in pairs:
         assert resolve(make()).same(resolve(make()))
-        assert not resolve(make()).same(resolve(other()))
-        assert not resolve(other()).same(resolve(make()))
+        assert not resolve(make()).same(resolve(make_another()))
+        assert not resolve(make_another()).same(resolve(make()))
 
 
 def task_of(likelihood: Any, y: Tensor, **options: Any) -> blr.Task:
@@ -289,14 +305,16 @@ def fitted(likelihood: Any, y: Tensor, **options: Any) -> blr.Posterior:
 
 
 def test_a_loss_module_of_ones_own_serves_test_data_and_additions() -> None:
-    task, test, other = (task_of(Focal(gamma), CLASSES) for gamma in (2.0, 2.0, 1.0))
+    task = task_of(Focal(2.0), CLASSES)
+    test = task_of(Focal(2.0), CLASSES)
+    other_loss = task_of(Focal(1.0), CLASSES)
     q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
     scores = blr.sensitivity(task, q)
     influence = blr.influence(task, q, test)
     assert relative(torch.as_tensor(influence.diagonal()), scores.self_influence) < 1e-9
     assert blr.what_if(task, q, add=test).nll > 0
     with pytest.raises(InputError, match="likelihood"):
-        blr.influence(task, q, other)
+        blr.influence(task, q, other_loss)
 
 
 def prepared(likelihood: Likelihood, y: Tensor) -> Tensor:

@@ -38,10 +38,16 @@ from blr_analysis.views import make_plot
 
 
 def scores_of(error: Any, variance: Any) -> SimpleNamespace:
-    e, v = (torch.as_tensor(np.asarray(x, dtype=np.float64)).reshape(-1) for x in (error, variance))
-    own = {"self_influence": e * e * v, "deviation": e.abs() * v}
-    kind = SimpleNamespace(is_classification=False)
-    return SimpleNamespace(error=e[:, None], variance=v[:, None, None], likelihood=kind, **own)
+    """Scores with C = 1 from errors and variances."""
+    e = torch.as_tensor(np.asarray(error, dtype=np.float64)).reshape(-1)
+    v = torch.as_tensor(np.asarray(variance, dtype=np.float64)).reshape(-1)
+    return SimpleNamespace(
+        error=e[:, None],
+        variance=v[:, None, None],
+        self_influence=e * e * v,
+        deviation=e.abs() * v,
+        likelihood=SimpleNamespace(is_classification=False),
+    )
 
 
 def some_scores(n: int = 200, spread: float = 2.0) -> SimpleNamespace:
@@ -53,9 +59,16 @@ def some_map(n: int = 200) -> MemoryMap:
 
 
 def each_table(n: int = 4, **columns: Any) -> pd.DataFrame:
+    """The table of what_if_each for n groups; ``columns`` replace its own."""
     k = np.arange(n)
-    table = {"group": k, "nll_before": 0.1, "nll_after": 0.2 + k / 10}
-    return pd.DataFrame(table | {"accuracy_before": 0.9, "accuracy_after": 0.8 - k / 100} | columns)
+    table = {
+        "group": k,
+        "nll_before": 0.1,
+        "nll_after": 0.2 + k / 10,
+        "accuracy_before": 0.9,
+        "accuracy_after": 0.8 - k / 100,
+    }
+    return pd.DataFrame(table | columns)
 
 
 ONE = SimpleNamespace(
@@ -93,7 +106,9 @@ def test_a_figure_of_ones_own_leaves_no_trace_and_axes_given_are_drawn_on(
         assert shown.startswith(b"\x89PNG")
     left, right = Figure().subplots(1, 2)
     assert EVERY[name](ax=right) is right
-    assert not (left.lines or left.collections or left.texts)
+    assert not left.lines
+    assert not left.collections
+    assert not left.texts
     assert not list(recwarn)  # no glyph is missing, nothing collapses
     assert "matplotlib.pyplot" not in sys.modules
     assert matplotlib.rcParams.copy() == before
@@ -126,8 +141,8 @@ def test_every_example_is_seen_once_on_its_side_of_the_thresholds(pairs, quantil
     left, edge = ax.get_xlim()
     low, high = ax.get_ylim()
     for code, region in enumerate(REGIONS):
-        here = memory.region == region
-        expected = np.column_stack([memory.variance[here], memory.error[here]])
+        in_region = memory.region == region
+        expected = np.column_stack([memory.variance[in_region], memory.error[in_region]])
         np.testing.assert_array_equal(actual[region], expected)
         for x, y in actual[region]:
             assert (x > right[0]) == bool(code % 2)
@@ -140,23 +155,23 @@ def test_every_example_is_seen_once_on_its_side_of_the_thresholds(pairs, quantil
 def test_extremes_are_the_largest_products_and_labelled_where_they_are() -> None:
     memory = some_map(1000)
     product = (memory.error * memory.variance).tolist()
-    best, others = (
-        sorted((i for i in range(1000) if memory.region[i] in regions), key=lambda i: -product[i])
-        for regions in (["memorable"], ["uncertain", "unpredictable"])
-    )
-    assert len(best) > 6
-    assert extremes(memory, 2000) == best + others
+    by_product = sorted(range(1000), key=lambda i: -product[i])
+    memorable = [i for i in by_product if memory.region[i] == "memorable"]
+    half_way = [i for i in by_product if memory.region[i] in ("uncertain", "unpredictable")]
+    assert len(memorable) > 6
+    assert extremes(memory, 2000) == memorable + half_way
     assert extremes(memory, 0) == []
     images = np.random.default_rng(3).random((1000, 8, 8))
-    how = {"labels": [f"name{i}" for i in range(1000)], "n_extremes": 6, "images": images}
-    ax = plot_memory_map(memory, **how)
-    from_above = sorted(best[:6], key=lambda i: -float(memory.error[i]))
+    settings = {"labels": [f"name{i}" for i in range(1000)], "n_extremes": 6, "images": images}
+    ax = plot_memory_map(memory, **settings)
+    from_above = sorted(memorable[:6], key=lambda i: -float(memory.error[i]))
     boxes = boxes_of(ax)
     assert [*boxes] == [f"{i}: name{i}" for i in from_above]
     places = [(float(memory.variance[i]), float(memory.error[i])) for i in from_above]
     assert [tuple(box.xy) for box in boxes.values()] == places
     for i, box in zip(from_above, boxes.values(), strict=True):
-        np.testing.assert_array_equal(box.findobj(OffsetImage)[0].get_data(), images[i])  # type: ignore[union-attr]
+        (thumbnail, *_) = box.findobj(OffsetImage)
+        np.testing.assert_array_equal(thumbnail.get_data(), images[i])  # type: ignore[union-attr]
     ax.figure.draw_without_rendering()
     ends = [box.offsetbox.get_window_extent() for box in boxes.values()]
     assert all(above.y0 > below.y1 for above, below in itertools.pairwise(ends))
@@ -176,7 +191,8 @@ def test_deviations_fall_and_the_largest_are_labelled() -> None:
     boxes = boxes_of(ax)
     assert [*boxes] == [f"{i}: no{i}" for i in top]
     assert [box.xy for box in boxes.values()] == [(k + 1.0, expected[k]) for k in range(4)]
-    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "symlog")
+    assert ax.get_xscale() == "log"
+    assert ax.get_yscale() == "symlog"
     part = pd.DataFrame({"index": [7, 9], "deviation": [0.1, 0.3]})
     assert [*boxes_of(plot_deviations(part))] == ["9", "7"]
     scores.deviation = None
@@ -207,7 +223,8 @@ def test_leave_one_out_beside_test_data() -> None:
 def test_bars_before_and_after_each_group(measure: str, way: str) -> None:
     table = each_table(3, nll_low=[0.1, np.nan, 0.3], nll_high=[0.4, np.nan, 0.5])
     ax = plot_what_if(table, measure=measure, truth={0: 0.5, 2: 0.7})
-    before, after = (table[f"{measure}_{when}"].tolist() for when in ("before", "after"))
+    before = table[f"{measure}_before"].tolist()
+    after = table[f"{measure}_after"].tolist()
     assert heights_of(ax) == {"before": before, "after, predicted": after}
     assert names_of(ax) == ["0", "1", "2"]
     assert way in ax.get_ylabel()
@@ -216,19 +233,24 @@ def test_bars_before_and_after_each_group(measure: str, way: str) -> None:
     middles = [bars[k].get_x() + bars[k].get_width() / 2 for k in (0, 2)]  # type: ignore[index]
     np.testing.assert_allclose(diamonds.get_xydata(), [*zip(middles, [0.5, 0.7], strict=True)])
     assert "after, retrained" in [t.get_text() for t in ax.get_legend().get_texts()]
-    drawn = [path.vertices[:, 1].tolist() for c in ax.collections for path in c.get_paths()]
-    ranges = [each for each in drawn if not np.isnan(each).any()]
-    assert ranges == ([[0.1, 0.4], [0.3, 0.5]] if measure == "nll" else [])
+    paths = [path for collection in ax.collections for path in collection.get_paths()]
+    heights = [path.vertices[:, 1].tolist() for path in paths]
+    ranges = [ends for ends in heights if not np.isnan(ends).any()]
+    if measure == "nll":
+        assert ranges == [[0.1, 0.4], [0.3, 0.5]]
+    else:
+        assert ranges == []
 
 
 def test_of_many_groups_those_that_change_most_by_their_names() -> None:
     table = each_table(50, nll_after=0.1 + np.random.default_rng(0).normal(size=50))
     ax = plot_what_if(table, names={k: f"no {k}\n" + 40 * "x" for k in range(50)})
     change = (table["nll_after"] - table["nll_before"]).abs().tolist()
-    most = sorted(sorted(range(50), key=lambda k: -change[k])[:20])
+    by_change = sorted(range(50), key=lambda k: -change[k])
+    expected = sorted(by_change[:20])
     assert "20 of 50 groups" in ax.get_title()
-    assert names_of(ax) == [f"no {k} ".ljust(23, "x") + "…" for k in most]
-    assert heights_of(ax)["after, predicted"] == table["nll_after"][most].tolist()
+    assert names_of(ax) == [f"no {k} ".ljust(23, "x") + "…" for k in expected]
+    assert heights_of(ax)["after, predicted"] == table["nll_after"][expected].tolist()
 
 
 def test_scores_and_what_ifs_are_drawn_by_their_makers() -> None:
@@ -240,11 +262,11 @@ def test_scores_and_what_ifs_are_drawn_by_their_makers() -> None:
     assert [*boxes_of(make_plot(scores, n_labels=3))] == [*map(str, top)]
     result = what_if(task, posterior, remove=[0, 1], solver="posterior")
     ax = make_plot(result, truth={"all": 0.6})
-    each = result.by_class
+    by_class = result.by_class
     assert names_of(ax) == ["all", "0", "1", "2"]
     assert ax.lines[0].get_ydata() == [0.6]
-    assert heights_of(ax)["before"] == [result.before.nll, *each["nll_before"]]
-    assert heights_of(ax)["after, predicted"] == [result.nll, *each["nll_after"]]
+    assert heights_of(ax)["before"] == [result.before.nll, *by_class["nll_before"]]
+    assert heights_of(ax)["after, predicted"] == [result.nll, *by_class["nll_after"]]
 
 
 # Images

@@ -1,4 +1,4 @@
-"""What tables show of results, column by column, and what files keep of them."""
+"""Tables of results, column by column, and the files that they are written to."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BY: dict[str, Any] = {
 }
 TASK = blr.Task(mlp(), (normal(N, 4), Y), metadata=BY)
 Q = blr.fit_laplace(TASK, structure="full", prior_precision=1.0)
-SEEN = blr.sensitivity(TASK, Q)
+SCORES_OF_TASK = blr.sensitivity(TASK, Q)
 
 
 def columns_are(table: pd.DataFrame, source: Any, **fields: str) -> None:
@@ -45,13 +45,15 @@ def columns_are(table: pd.DataFrame, source: Any, **fields: str) -> None:
 
 
 def test_scores_column_by_column() -> None:
-    table = SEEN.table
-    own = ["source", "loss_metadata", "loss_metadata_metadata", "region", "weight", "each", "box"]
-    assert list(table.columns) == SCORES + own  # which give way to our names
-    columns_are(table, SEEN, target="targets", prediction="predictions", loss="losses")
-    columns_are(table, SEEN, **{name: name for name in SCORES[-3:]})
-    error = SEEN.error.numpy()
-    variance = SEEN.variance.numpy()
+    table = SCORES_OF_TASK.table
+    # metadata named as one of our columns gets another name
+    metadata = ["source", "loss_metadata", "loss_metadata_metadata"]
+    metadata += ["region", "weight", "each", "box"]
+    assert list(table.columns) == SCORES + metadata
+    columns_are(table, SCORES_OF_TASK, target="targets", prediction="predictions", loss="losses")
+    columns_are(table, SCORES_OF_TASK, **{name: name for name in SCORES[-3:]})
+    error = SCORES_OF_TASK.error.numpy()
+    variance = SCORES_OF_TASK.variance.numpy()
     np.testing.assert_allclose(table["error"], np.sqrt((error**2).sum(1)), rtol=1e-14)
     np.testing.assert_allclose(table["variance"], [np.trace(v) for v in variance], rtol=1e-14)
     assert table["target"].tolist() == Y.tolist()
@@ -60,7 +62,7 @@ def test_scores_column_by_column() -> None:
         assert table[name].tolist() == list(range(N))
     assert table["box"].tolist() == [[2 * k, 2 * k + 1] for k in range(N)]
     losses = torch.arange(N).bfloat16()
-    table = replace(SEEN, variance=None, deviation=None, losses=losses).table
+    table = replace(SCORES_OF_TASK, variance=None, deviation=None, losses=losses).table
     assert table[["variance", "deviation", "leverage"]].isna().to_numpy().all()
     assert table[["error", "self_influence"]].notna().to_numpy().all()
     assert table["loss"].dtype == np.float32
@@ -76,29 +78,31 @@ def test_leave_one_out_column_by_column() -> None:
     assert list(table.columns)[:9] == ["index", "target", *names, "correction"]
     columns_are(table, loo, **names)
     assert table["target"].tolist() == Y.tolist()
-    assert table["loss_before"].tolist() == SEEN.losses.tolist()
+    assert table["loss_before"].tolist() == SCORES_OF_TASK.losses.tolist()
     assert table["correction"].tolist() == loo.correction
     assert table["loss"].mean() == pytest.approx(loo.nll, rel=1e-6)
     assert (table["prediction"] == Y.numpy()).mean() == pytest.approx(loo.accuracy)
 
 
 def test_memory_map_adds_the_region_and_the_variance_it_was_drawn_with() -> None:
-    error = SEEN.error.clone()
-    influence = SEEN.self_influence.clone()
+    error = SCORES_OF_TASK.error.clone()
+    influence = SCORES_OF_TASK.self_influence.clone()
     error[0] = 0.0
     influence[0] = 0.0
-    without = replace(SEEN, variance=None, error=error, self_influence=influence)
-    trace, along = (blr.memory_map(scores, quantile=0.5) for scores in (SEEN, without))
-    for scores, memory in ((SEEN, trace), (without, along)):
+    without = replace(SCORES_OF_TASK, variance=None, error=error, self_influence=influence)
+    trace = blr.memory_map(SCORES_OF_TASK, quantile=0.5)
+    along = blr.memory_map(without, quantile=0.5)
+    for scores, memory in ((SCORES_OF_TASK, trace), (without, along)):
         table = memory.table
         assert list(table.columns)[: len(SCORES) + 2] == [*SCORES, "region", "source"]
         assert list(table["region"].cat.categories) == list(REGIONS)
-        assert table["region_metadata"].tolist() == ["x"] * N == scores.table["region"].tolist()
+        assert table["region_metadata"].tolist() == ["x"] * N
+        assert scores.table["region"].tolist() == ["x"] * N
         columns_are(table, memory, region="region", variance="variance")
         np.testing.assert_allclose(memory.error, scores.table["error"], rtol=1e-12)
-    np.testing.assert_allclose(trace.variance, SEEN.table["variance"], rtol=1e-12)
+    np.testing.assert_allclose(trace.variance, SCORES_OF_TASK.table["variance"], rtol=1e-12)
     units = torch.nn.functional.normalize(error)  # 0 where there is no error
-    expected = torch.einsum("nc,ncd,nd->n", units, SEEN.variance, units)
+    expected = torch.einsum("nc,ncd,nd->n", units, SCORES_OF_TASK.variance, units)
     torch.testing.assert_close(along.variance, expected)
     assert trace.variance_kind == "trace"
     assert along.variance_kind == "along_error"
@@ -118,12 +122,13 @@ def test_classes_before_and_after() -> None:
     assert list(table.columns) == names
     assert table["class"].tolist() == [0, 1, 2]
     for row in table.to_dict("records"):
-        here = row["class"] == Y
-        assert row["n"] == here.sum()
+        in_class = row["class"] == Y
+        assert row["n"] == in_class.sum()
         for when, part in (("before", result.before), ("after", result.after)):
-            assert row[f"nll_{when}"] == pytest.approx(float(part.losses[here].mean()), rel=1e-12)
-            right = part.correct[here].double().mean()
-            assert row[f"accuracy_{when}"] == pytest.approx(float(right), rel=1e-12)
+            nll = float(part.losses[in_class].mean())
+            assert row[f"nll_{when}"] == pytest.approx(nll, rel=1e-12)
+            accuracy = part.correct[in_class].double().mean()
+            assert row[f"accuracy_{when}"] == pytest.approx(float(accuracy), rel=1e-12)
     table = classes_of(torch.tensor([[7.0], [0.0], [7.0]]))
     assert table["class"].tolist() == [0, 7]
     assert table["nll_before"].tolist() == [1.0, 1.0]
@@ -218,4 +223,5 @@ ONE = scores_of([0.1], [0.1])
 def test_what_is_not_shown(call: Any, word: str) -> None:
     with pytest.raises(InputError, match=word):
         call()
-    assert Stranger()._repr_html_() is Stranger()._repr_png_() is None
+    assert Stranger()._repr_html_() is None
+    assert Stranger()._repr_png_() is None

@@ -115,7 +115,7 @@ def test_the_gram_of_inputs_knows_padding_without_a_mask(batch_size: int) -> Non
     """By the labels: the causal model's counted tokens do not see what follows them."""
     ids = sequences(5)
     tasks = [
-        task_of(tiny_lm(), ids, mask=mask, batch_size=size, more=3)
+        task_of(tiny_lm(), ids, mask=mask, batch_size=size, n_extra=3)
         for mask, size in ((True, 4), (False, batch_size))
     ]
     masked, plain = (blr.fit_laplace(t, structure="gram", prior_precision=1.0) for t in tasks)

@@ -47,7 +47,7 @@ def quadratic(theta: Tensor) -> Tensor:
     return 0.5 * gap @ MATRIX @ gap
 
 
-# name → start, loss, λ of the member nearest to exp(−loss), whose own density it may be
+# name → start, loss, λ of the member nearest to exp(−loss), which may be its density exactly
 CASES: dict[str, tuple[ExponentialFamily, Callable[[Any], Tensor], dict[str, Any]]] = {
     "Gamma": (Gamma(ONE, ONE), lambda t: -(4 * t.log() - 2 * t), {"log": 4.0, "linear": -2.0}),
     "Gamma, copies": (
@@ -109,33 +109,32 @@ def test_the_posterior_of_each_family(name: str) -> None:
     assert type(fitted.q) is type(start)
     assert fitted.converged
     assert bool((fitted.q.kl(target) < 2e-3).all())
-    wide = target.log_partition().sum() - start.log_partition().sum()  # it had a way to go
-    assert float(start.kl(target).sum()) > 0.05
-    assert math.isfinite(float(wide))
+    assert float(start.kl(target).sum()) > 0.05  # it had a way to go
 
 
 @pytest.mark.parametrize("name", ["Gamma", "Beta", "full Gaussian", "fixed Gaussian"])
 @pytest.mark.parametrize("gradients", ["path", "score"])
 def test_both_gradients_are_that_of_the_expectation(name: str, gradients: str) -> None:
-    """The mean of estimates beside autograd of E_q[ℓ̄] as its closed form, within four errors."""
+    """The mean of estimates is autograd of the closed form of E_q[ℓ̄], within four errors."""
     start, loss, expected = CASES[name]
     source = generator()
     rounds = [estimated(start, loss, 200, gradients, source)[1] for _ in range(30)]
     mu = {key: value.clone().requires_grad_() for key, value in start.expectation.items()}
     if "Gaussian" in name:
         member: Any = start.with_expectation(mu)
-        spread = torch.linalg.inv(
-            torch.diag(member.precision) if member.precision.ndim == 1 else member.precision
-        )
+        precision = member.precision
+        if precision.ndim == 1:
+            precision = torch.diag(precision)
         gap = member.mean - CENTRE
-        value = 0.5 * (gap @ MATRIX @ gap + (MATRIX * spread).sum())
+        value = 0.5 * (gap @ MATRIX @ gap + (MATRIX * torch.linalg.inv(precision)).sum())
     else:
         value = -sum(expected[key] * mu[key] for key in mu)
     slopes = torch.autograd.grad(value, list(mu.values()))
     for key, slope in zip(mu, slopes, strict=True):
         estimates = torch.stack([gradient[key] for gradient in rounds])
         error = estimates.std(0) / math.sqrt(len(rounds))
-        assert bool(((estimates.mean(0) - slope).abs() <= 4 * error + 1e-5).all()), key
+        gap = (estimates.mean(0) - slope).abs()
+        assert (gap <= 4 * error + 1e-5).all(), key
 
 
 def test_a_posterior_that_is_no_gamma_beside_a_grid() -> None:
@@ -194,9 +193,9 @@ def test_losses_that_torch_cannot_vectorise_and_what_has_no_gradient() -> None:
         return -(4 * theta.log() - 2 * theta) if bool(theta > 0) else theta
 
     settings: dict[str, Any] = {"rho": 0.4, "n_iter": 20, "samples": 20, "progress": False}
-    one = fit(Gamma(ONE, ONE), branching, generator=generator(), **settings)
-    other = fit(Gamma(ONE, ONE), CASES["Gamma"][1], generator=generator(), **settings)
-    torch.testing.assert_close(one.q.natural, other.q.natural)
+    branched = fit(Gamma(ONE, ONE), branching, generator=generator(), **settings)
+    vectorised = fit(Gamma(ONE, ONE), CASES["Gamma"][1], generator=generator(), **settings)
+    torch.testing.assert_close(branched.q.natural, vectorised.q.natural)
     start = DiagonalGaussian(torch.zeros(1), torch.ones(1))
     settings |= {"n_iter": 200, "samples": 400, "rho": 0.1, "tol": 0.1, "generator": source}
     fitted = fit(

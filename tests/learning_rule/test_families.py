@@ -137,7 +137,7 @@ FAMILIES = {
 every_family = pytest.mark.parametrize("name", FAMILIES)
 WITH_A_TWIN = [k for k, case in FAMILIES.items() if case.twin]
 NO_DIVERGENCE = ("Wishart",)  # in torch.distributions of batches
-few = settings(max_examples=6, deadline=None)
+few_examples = settings(max_examples=6, deadline=None)
 members = given(
     seed=st.integers(0, 10**6), copies=st.sampled_from([(), (2,), (2, 3)]), size=st.integers(1, 4)
 )
@@ -151,8 +151,9 @@ def make(name: str, seed: int, copies: tuple[int, ...] = (), size: int = 3) -> A
     return FAMILIES[name].make(Parameters(seed, copies, size))
 
 
-def leaves(given: Natural) -> Natural:
-    return {k: v.detach().clone().requires_grad_() for k, v in given.items()}
+def leaves(parameters: Natural) -> Natural:
+    """Copies that autograd differentiates by."""
+    return {k: v.detach().clone().requires_grad_() for k, v in parameters.items()}
 
 
 def gradients(value: Tensor, at: Natural) -> Natural:
@@ -183,9 +184,14 @@ def one_copy(value: Any, i: int) -> Any:
     return replace(value, **{f.name: one_copy(getattr(value, f.name), i) for f in fields(value)})
 
 
+def is_symmetric(value: Tensor) -> bool:
+    square = value.ndim > 1 and value.shape[-1] == value.shape[-2]
+    return square and torch.equal(value, value.mT)
+
+
 class TestContract:
     @every_family
-    @few
+    @few_examples
     @members
     def test_natural_and_expectation_parameters_determine_the_member(
         self, name: str, seed: int, copies: tuple[int, ...], size: int
@@ -197,7 +203,7 @@ class TestContract:
         assert q.log_partition().shape == q.entropy().shape == copies
 
     @every_family
-    @few
+    @few_examples
     @members
     def test_the_gradient_of_the_log_partition_is_the_expectation(
         self, name: str, seed: int, copies: tuple[int, ...], size: int
@@ -208,7 +214,7 @@ class TestContract:
         assert_same(actual, q.expectation)
 
     @every_family
-    @few
+    @few_examples
     @members
     def test_the_gradient_of_the_entropy(
         self, name: str, seed: int, copies: tuple[int, ...], size: int
@@ -221,7 +227,7 @@ class TestContract:
         assert_same(actual, {k: -v - base[k] for k, v in q.natural.items()}, 1e-8)
 
     @every_family
-    @few
+    @few_examples
     @members
     def test_the_density_is_of_the_family(
         self, name: str, seed: int, copies: tuple[int, ...], size: int
@@ -235,18 +241,18 @@ class TestContract:
         assert_same(q.entropy(), q.log_partition() - inner - q.expected_log_base())
 
     @every_family
-    @few
+    @few_examples
     @members
     def test_kl_is_the_bregman_divergence_of_the_log_partition(
         self, name: str, seed: int, copies: tuple[int, ...], size: int
     ) -> None:
         p = Parameters(seed, copies, size)
         q = FAMILIES[name].make(p)
-        other = FAMILIES[name].make(p)
-        gap = {k: other.natural[k] - v for k, v in q.natural.items()}
-        bregman = other.log_partition() - q.log_partition() - q._inner(gap, q.expectation)
-        assert_same(q.kl(other), bregman, 1e-9)
-        assert bool((q.kl(other) > 0).all())
+        second = FAMILIES[name].make(p)
+        gap = {k: second.natural[k] - v for k, v in q.natural.items()}
+        bregman = second.log_partition() - q.log_partition() - q._inner(gap, q.expectation)
+        assert_same(q.kl(second), bregman, 1e-9)
+        assert bool((q.kl(second) > 0).all())
         assert_same(q.kl(q), torch.zeros(copies, dtype=torch.float64))
 
     @every_family
@@ -263,19 +269,16 @@ class TestContract:
             parts = zip(keys, vector.split(counts), shapes, strict=True)
             return {k: part.reshape(shape) for k, part, shape in parts}
 
-        def flat(given: Natural) -> Tensor:
-            return torch.cat([given[k].reshape(-1) for k in keys])
+        def flat(parameters: Natural) -> Tensor:
+            return torch.cat([parameters[k].reshape(-1) for k in keys])
 
         def symmetric(vector: Tensor) -> Tensor:
-            # μ holds symmetric matrices entry by entry: through the member, off-diagonal
-            # entries count alike
+            # μ stores symmetric matrices entry by entry; a member reads both off-diagonal entries
             parts = unflat(vector)
-            square = [v.ndim > 1 and v.shape[-1] == v.shape[-2] for v in parts.values()]
-            pairs = zip(parts.items(), square, strict=True)
-            return flat({k: 0.5 * (v + v.mT) if s and _is_matrix(k) else v for (k, v), s in pairs})
-
-        def _is_matrix(key: str) -> bool:
-            return torch.equal(q.natural[key], q.natural[key].mT)
+            for key, value in parts.items():
+                if is_symmetric(q.natural[key]):
+                    parts[key] = 0.5 * (value + value.mT)
+            return flat(parts)
 
         weights = Parameters(8, (), 1).real(3, sum(counts))
 
@@ -295,15 +298,16 @@ class TestContract:
     def test_copies_are_independent(self, name: str) -> None:
         p = Parameters(3, (2, 3))
         q = FAMILIES[name].make(p)
-        other = FAMILIES[name].make(p)
+        second = FAMILIES[name].make(p)
         theta = q.sample(5, generator=torch.Generator().manual_seed(0))
         for i in range(2):
             for j in range(3):
-                alone, other_alone = (one_copy(one_copy(x, i), j) for x in (q, other))
-                here = tree(theta, lambda t, i=i, j=j: t[:, i, j])
+                alone = one_copy(one_copy(q, i), j)
+                second_alone = one_copy(one_copy(second, i), j)
+                points = tree(theta, lambda t, i=i, j=j: t[:, i, j])
                 assert_same(alone.entropy(), q.entropy()[i, j], 1e-12)
-                assert_same(alone.kl(other_alone), q.kl(other)[i, j], 1e-12)
-                assert_same(alone.log_prob(here), q.log_prob(theta)[:, i, j], 1e-12)
+                assert_same(alone.kl(second_alone), q.kl(second)[i, j], 1e-12)
+                assert_same(alone.log_prob(points), q.log_prob(theta)[:, i, j], 1e-12)
                 again = q.with_expectation(q.expectation)
                 actual = alone.with_expectation(alone.expectation)
                 assert_same(actual.natural, one_copy(one_copy(again.natural, i), j), 1e-9)
@@ -314,28 +318,29 @@ class TestContract:
         n = 20_000
         p = Parameters(5, (2,), 2)
         q = FAMILIES[name].make(p)
-        other = FAMILIES[name].make(p)
+        second = FAMILIES[name].make(p)
         theta = q.sample(n, generator=torch.Generator().manual_seed(0))
         actual = dict(q.statistics(theta))
         expected = dict(q.expectation)
         log_q = q.log_prob(theta)
-        actual |= {"entropy": -log_q, "divergence": log_q - other.log_prob(theta)}
-        expected |= {"entropy": q.entropy(), "divergence": q.kl(other)}
+        actual |= {"entropy": -log_q, "divergence": log_q - second.log_prob(theta)}
+        expected |= {"entropy": q.entropy(), "divergence": q.kl(second)}
         if isinstance(theta, Tensor) and theta.is_floating_point():
             actual["mean"] = theta
             expected["mean"] = q.expected_point()
         for key, values in actual.items():
             error = values.std(0) / math.sqrt(n)
-            assert bool(((values.mean(0) - expected[key]).abs() <= 5 * error + 1e-12).all()), key
+            gap = (values.mean(0) - expected[key]).abs()
+            assert (gap <= 5 * error + 1e-12).all(), key
 
     @every_family
     def test_draws_follow_the_generator(self, name: str) -> None:
         q = make(name, 2, (2,))
         draws = [q.sample(generator=torch.Generator().manual_seed(k)) for k in (1, 2, 2)]
         assert_same(draws[1], draws[2], 0)
-        one, two, _ = map(q.log_prob, draws)
-        assert one.shape == (2,)
-        assert not torch.equal(one, two)
+        first, second, _ = map(q.log_prob, draws)
+        assert first.shape == (2,)
+        assert not torch.equal(first, second)
         for n in (-1, 0, 1.5):
             with pytest.raises(InputError, match="n must be"):
                 q.sample(n)
@@ -388,7 +393,7 @@ class TestTwins:
     """Against torch.distributions."""
 
     @pytest.mark.parametrize("name", WITH_A_TWIN)
-    @few
+    @few_examples
     @members
     def test_density_and_entropy(
         self, name: str, seed: int, copies: tuple[int, ...], size: int
@@ -401,16 +406,16 @@ class TestTwins:
         assert_same(q.entropy(), twin.entropy(), 1e-9)
 
     @pytest.mark.parametrize("name", [k for k in WITH_A_TWIN if k not in NO_DIVERGENCE])
-    @few
+    @few_examples
     @members
     def test_divergence(self, name: str, seed: int, copies: tuple[int, ...], size: int) -> None:
         p = Parameters(seed, copies, size)
         q = FAMILIES[name].make(p)
-        other = FAMILIES[name].make(p)
-        expected = td.kl_divergence(_twin(name, q), _twin(name, other))
-        assert_same(q.kl(other), expected, 1e-9)
+        second = FAMILIES[name].make(p)
+        expected = td.kl_divergence(_twin(name, q), _twin(name, second))
+        assert_same(q.kl(second), expected, 1e-9)
 
-    @few
+    @few_examples
     @members
     def test_divergence_of_wisharts(self, seed: int, copies: tuple[int, ...], size: int) -> None:
         """Copy by copy: with a batch, torch's own differs from what it says of each member."""

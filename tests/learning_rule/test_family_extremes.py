@@ -69,8 +69,8 @@ class TestSpecialFunctions:
             mpmath.digamma(a - mpmath.mpf(j) / 2) for j in range(size)
         )
         actual = special.excess_logarithm(x, size)
-        rest = above / x.item()  # what x's own rounding does to its distance from the edge
-        assert close(actual, expected, 64 * EPS / rest)
+        rounding = above / x.item()  # what x's own rounding does to its distance from the edge
+        assert close(actual, expected, 64 * EPS / rounding)
         again = special.invert_excess_logarithm(actual, size)
         assert again.item() == pytest.approx(x.item(), rel=256 * EPS)
 
@@ -121,8 +121,8 @@ class TestConcentrations:
         total = mpmath.fsum(mpmath.mpf(x) for x in alpha)
         shared = 1 + sum(inverse) / (1 / mpmath.psi(1, total) - sum(inverse))
         rounding = EPS * max(abs(mpmath.digamma(x)) for x in (*alpha, total))
-        for actual, expected, own in zip(again.concentration, alpha, inverse, strict=True):
-            assert close(actual, mpmath.mpf(expected), 8 * EPS, 2 * own * shared * rounding)
+        for actual, expected, own_map in zip(again.concentration, alpha, inverse, strict=True):
+            assert close(actual, mpmath.mpf(expected), 8 * EPS, 2 * own_map * shared * rounding)
 
     def test_derivatives_of_the_inverse(self) -> None:
         at = Dirichlet(t(0.3, 2.0, 7.0)).expectation["log"].requires_grad_()
@@ -355,11 +355,11 @@ def test_what_is_outside_of_the_domain_is_named(attempt: Callable[[], object], w
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_elementwise_families_work_in_half_precision(dtype: torch.dtype) -> None:
     zero = torch.zeros(2, dtype=dtype)
-    one = torch.ones(2, dtype=dtype)
-    for q in (DiagonalGaussian(zero, one), Categorical(one)):
-        back = q.with_expectation(q.with_natural(q.natural).expectation)
+    ones = torch.ones(2, dtype=dtype)
+    for q in (DiagonalGaussian(zero, ones), Categorical(ones)):
+        again = q.with_expectation(q.with_natural(q.natural).expectation)
         for key, value in q.natural.items():
-            torch.testing.assert_close(back.natural[key], value, rtol=0.05, atol=0.05)
+            torch.testing.assert_close(again.natural[key], value, rtol=0.05, atol=0.05)
         assert q.log_prob(q.sample(3)).dtype == dtype
 
 

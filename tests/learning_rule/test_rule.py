@@ -90,7 +90,9 @@ def test_natural_momentum_is_the_heavy_ball_where_the_covariance_is_fixed() -> N
     heavy_ball = torch.optim.SGD([scaled], lr=0.05, momentum=0.8)
     for _ in range(20):
         gradient = q.pull_back(slope(q.mean))
-        previous, q = q, natural_momentum(q, previous, gradient, 0.05, 0.8)
+        after = natural_momentum(q, previous, gradient, 0.05, 0.8)
+        previous = q
+        q = after
         heavy_ball.zero_grad()
         loss(scaled / SCALES.sqrt()).backward()
         heavy_ball.step()
@@ -146,10 +148,8 @@ def test_mirror_descent_is_the_rule_and_the_minimum_of_its_objective(name: str) 
         parts = flat.split(sizes)
         natural = {key: part.view_as(q.natural[key]) for key, part in zip(keys, parts, strict=True)}
         member = q.with_natural(natural)
-        linear = sum(
-            ((gradient[key] + q.natural[key] + q.base_gradient()[key]) * value).sum()
-            for key, value in member.expectation.items()
-        )
+        slopes = {key: gradient[key] + q.natural[key] + q.base_gradient()[key] for key in keys}
+        linear = sum((slopes[key] * value).sum() for key, value in member.expectation.items())
         value = linear + member.kl(q) / rho
         (actual,) = torch.autograd.grad(value, flat)
         return float(value.detach()), actual.numpy()
@@ -170,7 +170,7 @@ def mean_log_likelihood(q: ExponentialFamily, theta: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", ["Gamma", "Beta", "categorical", "signs", "fixed Gaussian"])
 def test_steps_of_maximum_likelihood(name: str) -> None:
-    """By autograd of the log-likelihood in λ and in μ, and by what mirror descent minimises."""
+    """They are autograd's gradients in λ and in μ, and minima of mirror descent's objective."""
     q = MEMBERS[name]
     theta = data_of(name)
     rho = 0.3
@@ -221,15 +221,15 @@ def test_the_skew_normal_moves_by_the_rule_with_its_own_entropy() -> None:
 
     actual = skew_step(q, log_joint, 0.4)
     for key, value in q.expectation.items():
+
+        def elbo_at(changed: Tensor, key: str = key) -> float:
+            moved = SkewNormal.from_expectation({**q.expectation, key: changed})
+            return float(moved.elbo(log_joint))
+
         step_size = 1e-5
-        ends = [
-            float(SkewNormal.from_expectation({**q.expectation, key: value + d}).elbo(log_joint))
-            for d in (step_size, -step_size)
-        ]
-        gradient = (ends[0] - ends[1]) / (2 * step_size)
-        assert float(actual.natural[key]) == pytest.approx(
-            float(q.natural[key]) + 0.4 * gradient, abs=1e-6
-        )
+        gradient = (elbo_at(value + step_size) - elbo_at(value - step_size)) / (2 * step_size)
+        expected = float(q.natural[key]) + 0.4 * gradient
+        assert float(actual.natural[key]) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("covariance", ["full", "diag"])
@@ -237,12 +237,11 @@ def test_em_is_the_rule_for_classes_and_mirror_descent_for_components(covariance
     """E-step: Bayes at ρ = 1. M-step at ρ: the mirror of the expected complete likelihood."""
     rho = 0.4
     mean = torch.tensor([[-1.0, 0.0], [1.5, 0.5]], dtype=F64)
-    full = covariance == "full"
-    components = (
-        FullGaussian(mean, torch.eye(2, dtype=F64).expand(2, 2, 2).contiguous())
-        if full
-        else DiagonalGaussian(mean, torch.ones_like(mean))
-    )
+    if covariance == "full":
+        identities = torch.eye(2, dtype=F64).expand(2, 2, 2).contiguous()
+        components: Any = FullGaussian(mean, identities)
+    else:
+        components = DiagonalGaussian(mean, torch.ones_like(mean))
     q = GaussianMixture(torch.tensor([0.4, 0.6], dtype=F64), components)
     y = torch.randn(30, 2, generator=torch.Generator().manual_seed(0), dtype=F64)
     uniform = CategoricalFamily(torch.zeros(30, 1, dtype=F64))
@@ -286,11 +285,11 @@ def test_structured_rows_take_the_rules_step(kind: Any, rows: str) -> None:
     q = FullGaussian(START, learned(model, optimizer))
 
     def noted() -> Tensor:
-        run.seen.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        run.drawn_weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
         return loss_of(model, 1)
 
     step(kind.__name__, optimizer, noted)
-    place = run.seen[-1]
+    place = run.drawn_weights[-1]
     factor = getattr(run, rows)(place, 1)
     hessian = N / BATCH * factor.mT @ factor + 0.05 * N * identity
     gradient = N * (run.gradient(place, 1) + 0.05 * q.mean)

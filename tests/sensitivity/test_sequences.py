@@ -223,7 +223,7 @@ def test_padding_changes_nothing(left: bool) -> None:
     world = world_of("plain")
     q = fit_at_rest(world.task, structure="kron", curvature="empirical_fisher", **FIT)
     truth = blr.sensitivity(world.task, q)
-    wider = task_of(world.model, world.ids, world.labels, more=3, left=left)
+    wider = task_of(world.model, world.ids, world.labels, n_extra=3, left=left)
     for chunk_size, budget in ((None, None), (1, None), (3, None), (None, 1)):
         wider.chunk_size = chunk_size
         wider.memory_budget = budget

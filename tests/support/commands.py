@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,24 @@ import pytest
 
 from blr_analysis.cli import main
 
-FORK = multiprocessing.get_context("fork")  # of processes that need not import torch again
+FORK = multiprocessing.get_context("fork")  # its processes need not import torch again
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
     """Exit code, standard output and standard error."""
     capsys.readouterr()
     code = main([str(a) for a in argv])
-    out, err = capsys.readouterr()
-    return code, out, err
+    output, errors = capsys.readouterr()
+    return code, output, errors
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     """The one line of a refusal, with code 2 and nothing on standard output."""
-    code, out, err = run(capsys, *argv)
-    (line,) = (line for line in err.splitlines() if line.startswith("blr-analysis: "))
-    assert (code, out) == (2, "") and line == err.splitlines()[-1], (code, out, err)
+    code, output, errors = run(capsys, *argv)
+    (line,) = (line for line in errors.splitlines() if line.startswith("blr-analysis: "))
+    assert code == 2, errors
+    assert output == ""
+    assert line == errors.splitlines()[-1]
     return line
 
 
@@ -36,35 +39,37 @@ def files(place: Path) -> dict[str, int]:
 
 
 class CommandContract:
-    """Every command: a dry run that writes nothing, output that is the function's own, and none
-    that is replaced unless --force says so."""
+    """Every command: a dry run writes nothing, the output is the function's own, and a second run
+    replaces it only with --force."""
 
     name: str
-    argv: tuple[object, ...]  # a run that succeeds, but for where it writes
+    argv: tuple[object, ...]  # a run that succeeds, without its output's place
     to: tuple[object, ...] = ("--out", "out")
-    resumes = False  # the same again is no replacement
+    resumes = False  # True where a second run completes the first instead of replacing it
 
-    def check(self, out: Path, said: str) -> None:
-        """What was written and said is what the function gives."""
+    def check(self, out: Path, printed: str) -> None:
+        """The files in ``out`` and the printed text are what the function returns."""
         raise NotImplementedError
 
     def test_a_dry_run_writes_nothing(self, here: Path, capsys: Any) -> None:
-        code, out, err = run(capsys, self.name, *self.argv, *self.to, "--dry-run")
-        assert code == 0 and out and not (here / "out").exists(), err
+        code, output, errors = run(capsys, self.name, *self.argv, *self.to, "--dry-run")
+        assert code == 0, errors
+        assert output
+        assert not (here / "out").exists()
 
     def test_the_output_is_the_functions_and_replaced_by_force_alone(
         self, here: Path, capsys: Any
     ) -> None:
-        code, said, err = run(capsys, self.name, *self.argv, *self.to)
-        assert code == 0, err
-        self.check(here / "out", said)
+        code, printed, errors = run(capsys, self.name, *self.argv, *self.to)
+        assert code == 0, errors
+        self.check(here / "out", printed)
         before = files(here / "out")
         if not self.resumes:
             line = refused(capsys, self.name, *self.argv, *self.to)
-            assert any(said in line for said in ("there already", "not empty", "force")), line
+            assert re.search("there already|not empty|force", line), line
             assert files(here / "out") == before
-        code, _, err = run(capsys, self.name, *self.argv, *self.to, "--force")
-        assert code == 0, err
+        code, _, errors = run(capsys, self.name, *self.argv, *self.to, "--force")
+        assert code == 0, errors
         now = files(here / "out")
         assert now.keys() == before.keys()
         assert any(now[name] > before[name] for name in now)

@@ -1,4 +1,4 @@
-"""One contract for every precision structure, held against the dense matrix in float64.
+"""One contract for every precision structure, compared with the dense matrix in float64.
 
 A test class inherits :class:`StructureContract` and names its structure; the dense S is built by
 hand from brute-force Jacobians and the structure's eigenbasis, the rest is plain linear algebra.
@@ -6,6 +6,7 @@ hand from brute-force Jacobians and the structure's eigenbasis, the rest is plai
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -38,30 +39,31 @@ def orthogonal_basis(form: Structure) -> Tensor:
         return basis
     place = unflatten(torch.arange(size), {n: torch.empty(s) for n, s in shapes.items()})
     for block in form.blocks:
-        where = block.join({n: place[n] for n in block.names})
-        for k, group in enumerate(where):
+        positions = block.join({n: place[n] for n in block.names})
+        for k, group in enumerate(positions):
             index = group.flatten()
             left = torch.eye(len(group)) if block.left is None else block.left[k]
-            both = torch.kron(left.to(basis).contiguous(), block.right[k].contiguous())
-            basis[index.unsqueeze(1), index] = both
+            product = torch.kron(left.to(basis).contiguous(), block.right[k].contiguous())
+            basis[index.unsqueeze(1), index] = product
     return basis
 
 
 def projected(form: Structure, matrix: Tensor) -> Tensor:
-    """What a structure keeps of a group's share: the diagonal in its basis; all of it within the
-    span of a low-rank basis."""
+    """The part of a matrix that a structure stores: the diagonal in its basis; for low rank,
+    everything within the span of its basis."""
     basis = orthogonal_basis(form)
     inside = basis.mT @ matrix @ basis
-    whole = isinstance(form, Full | LowRank)
-    return basis @ (inside if whole else inside.diagonal().diag()) @ basis.mT
+    if not isinstance(form, Full | LowRank):
+        inside = inside.diagonal().diag()
+    return basis @ inside @ basis.mT
 
 
-def kept(form: Structure, matrix: Tensor) -> Tensor:
-    """What a fit keeps of the whole curvature: its projection, and for low rank the rest's
-    diagonal."""
-    inside = projected(form, matrix)
+def approximated(form: Structure, curvature: Tensor) -> Tensor:
+    """The curvature as a fit stores it: its projection and, for low rank, the diagonal of what
+    remains."""
+    inside = projected(form, curvature)
     if isinstance(form, LowRank):
-        inside = inside + (matrix - inside).diagonal().clamp_min(0).diag()
+        inside = inside + (curvature - inside).diagonal().clamp_min(0).diag()
     return inside
 
 
@@ -82,11 +84,16 @@ def dense_of(task: Task, structure: str, rank: int | None) -> Tensor:
     """S by hand, from brute-force Jacobians and the structure's basis alone."""
     ggn = dense_ggn(task, jacobian_of(task))
     form = fitted(task, structure, rank).form
-    return kept(form, ggn) + PRIOR * torch.eye(len(ggn), dtype=ggn.dtype)
+    return approximated(form, ggn) + PRIOR * torch.eye(len(ggn), dtype=ggn.dtype)
 
 
-def close(found: Tensor, truth: Tensor, tolerance: float = EXACT) -> None:
-    assert relative(found, truth) < tolerance
+def close(actual: Tensor, truth: Tensor, tolerance: float = EXACT) -> None:
+    assert relative(actual, truth) < tolerance
+
+
+def same_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
 def eye(dense: Tensor) -> Tensor:
@@ -94,7 +101,7 @@ def eye(dense: Tensor) -> Tensor:
 
 
 class StructureContract:
-    """What every structure promises; ``task`` is a fixture of the inheriting class."""
+    """The promises of every structure; ``task`` is a fixture of the inheriting class."""
 
     structure: str
     rank: int | None = None  # of low rank
@@ -121,11 +128,11 @@ class StructureContract:
         root = rows(q.form.root_solve(unit)).mT
         close(root @ root.mT, inverse)
         for product in (q.form.times, q.form.solve, q.form.root_solve):
-            many = product({n: v.expand(2, *v.shape) for n, v in unit.items()})
-            one = product({n: v[0] for n, v in unit.items()})
+            repeated = product({n: v.expand(2, *v.shape) for n, v in unit.items()})
+            single = product({n: v[0] for n, v in unit.items()})
             for name, value in product(unit).items():
-                close(many[name], value.expand(2, *value.shape))
-                close(one[name], value[0])
+                close(repeated[name], value.expand(2, *value.shape))
+                close(single[name], value[0])
 
     def test_what_is_wrong_is_named(self, q: Posterior) -> None:
         (name, _), *others = q.mean.items()
@@ -157,13 +164,14 @@ class StructureContract:
     def test_the_basis_in_which_it_is_cheapest(
         self, task: Task, q: Posterior, dense: Tensor
     ) -> None:
-        """Gradients turned into it, Σ applied there, and turned back, are Σ g; squares add up."""
+        """Gradients that are turned into the basis, multiplied by Σ there and turned back are Σ g;
+        squares add up."""
         jacobian = jacobian_of(task)
         (chunk,) = chunks(task, q.mean, size=100)
         terms = chunk.jacobian_terms()
         turned = {n: g for term in q.form.into_basis(terms) for n, g in term.jacobian().items()}
         shapes = q.form.basis_shapes()
-        for name, shape in shapes.items():  # a parameter that no term has
+        for name, shape in shapes.items():  # zero for a parameter that no term has
             turned.setdefault(name, dense.new_zeros(*jacobian.shape[:2], *shape))
         assert {n: tuple(g.shape[2:]) for n, g in turned.items()} == shapes
         solved = q.form.backward(q.form.basis_solve({n: turned[n] for n in shapes}))
@@ -177,16 +185,20 @@ class StructureContract:
 
     @pytest.mark.parametrize("chunk_size", [1, 4, 100])
     def test_gram(self, task: Task, q: Posterior, dense: Tensor, chunk_size: int) -> None:
-        """Of all columns, and of one; the terms are left alone."""
+        """Of all columns, and of one; the terms do not change."""
         jacobian = jacobian_of(task)
         truth = torch.einsum("ncp,pq,ndq->ncd", jacobian, torch.linalg.inv(dense), jacobian)
-        found = [q.form.gram(c.jacobian_terms()) for c in chunks(task, q.mean, size=chunk_size)]
-        close(torch.cat(found), truth)
+        grams = [
+            q.form.gram(chunk.jacobian_terms()) for chunk in chunks(task, q.mean, size=chunk_size)
+        ]
+        close(torch.cat(grams), truth)
         generator = torch.Generator().manual_seed(1)
         c = torch.randn(jacobian.shape[:2], generator=generator, dtype=torch.float64)
-        one = chunks(task, q.mean, size=chunk_size, columns=1)
-        found = [q.form.gram(part.terms(c[part.indices].unsqueeze(1))).flatten() for part in one]
-        close(torch.cat(found), torch.einsum("nc,ncd,nd->n", c, truth, c))
+        grams = [
+            q.form.gram(chunk.terms(c[chunk.indices].unsqueeze(1))).flatten()
+            for chunk in chunks(task, q.mean, size=chunk_size, columns=1)
+        ]
+        close(torch.cat(grams), torch.einsum("nc,ncd,nd->n", c, truth, c))
         terms = next(iter(chunks(task, q.mean, size=3))).jacobian_terms()
         first = q.form.gram(terms)
         q.form.zeros().add(terms)
@@ -199,17 +211,17 @@ class StructureContract:
             added = added.add(chunk.jacobian_terms())
         truth = projected(q.form, torch.einsum("ncp,ncq->pq", jacobian, jacobian))
         close(rows(added.times(unit)), truth)
-        both = q.form.plus(added, 0.25)
-        close(rows(both.times(unit)), dense + 0.25 * truth)
-        close(rows(both.plus(added, -0.25).times(unit)), dense)
+        total = q.form.plus(added, 0.25)
+        close(rows(total.times(unit)), dense + 0.25 * truth)
+        close(rows(total.plus(added, -0.25).times(unit)), dense)
         close(rows(q.form.times(unit)), dense)  # nothing changed in place
 
     def test_priors_and_floors(self, q: Posterior, dense: Tensor, unit: dict[str, Tensor]) -> None:
         shifted = q.form.plus_prior({n: 0.5 for n in q.mean})
         close(rows(shifted.times(unit)), dense + 0.5 * eye(dense))
-        same, below = q.form.floored(PRIOR)
+        unchanged, below = q.form.floored(PRIOR)
         assert below == 0
-        close(rows(same.times(unit)), dense)
+        close(rows(unchanged.times(unit)), dense)
         lowered = q.form.plus(q.form, -1.5).plus_prior(PRIOR)  # −S/2 + δ: at or below δ everywhere
         raised, below = lowered.floored(PRIOR)
         assert below == 1
@@ -226,33 +238,33 @@ class StructureContract:
         assert float(white.mean(0).abs().max()) < 5 / n**0.5
         distance = torch.linalg.matrix_norm(white.mT @ white / n - eye(dense))
         assert 0.9 < float(distance) / (size * (size + 1) / n) ** 0.5 < 1.1
-        seeds = (torch.Generator().manual_seed(s) for s in (3, 3, 4))
-        one, two, other = (q.sample(generator=generator)[name] for generator in seeds)
-        assert torch.equal(one, two)
-        assert not torch.equal(one, other)
-        assert one.shape == q.mean[name].shape
+
+        def draw(seed: int) -> Tensor:
+            return q.sample(generator=torch.Generator().manual_seed(seed))[name]
+
+        assert torch.equal(draw(3), draw(3))
+        assert not torch.equal(draw(3), draw(4))
+        assert draw(3).shape == q.mean[name].shape
 
     def test_save_and_load_to_the_bit(self, q: Posterior, dense: Tensor, tmp_path: Path) -> None:
         for place in (tmp_path / "q.safetensors", tmp_path / "folder"):
             q.save(place)
-            back = Posterior.load(place)
+            loaded = Posterior.load(place)
             for field in ("structure", "n_data", "prior_precision"):
-                assert getattr(back, field) == getattr(q, field)
-            assert back.record.items() >= q.record.items()
-            assert list(back.mean) == list(q.mean)
-            assert back.form.shapes == q.form.shapes
-            pairs = [(back.mean, q.mean), (back.form.tensors(), q.form.tensors())]
-            for found, expected in pairs:
-                assert found.keys() == expected.keys()
-                assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+                assert getattr(loaded, field) == getattr(q, field)
+            assert loaded.record.items() >= q.record.items()
+            assert list(loaded.mean) == list(q.mean)
+            assert loaded.form.shapes == q.form.shapes
+            same_tensors(loaded.mean, q.mean)
+            same_tensors(loaded.form.tensors(), q.form.tensors())
         unit = unflatten(eye(dense), q.mean)
-        close(rows(back.form.times(unit)), dense)
-        close(rows(back.form.solve(unit)), torch.linalg.inv(dense))
+        close(rows(loaded.form.times(unit)), dense)
+        close(rows(loaded.form.solve(unit)), torch.linalg.inv(dense))
 
     def test_to_float32(self, q: Posterior) -> None:
         single = q.to("cpu", torch.float32)
-        held = [*single.mean.values(), *single.form.tensors().values()]
-        assert all(tensor.dtype == torch.float32 for tensor in held)
+        tensors = [*single.mean.values(), *single.form.tensors().values()]
+        assert all(tensor.dtype == torch.float32 for tensor in tensors)
         for name in q.mean:
             assert single.variance(name).dtype == torch.float32
             close(single.variance(name).double(), q.variance(name), 1e-4)

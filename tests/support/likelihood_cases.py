@@ -49,16 +49,17 @@ COUNTS = whole(6, N, C, seed=8).double()
 
 
 def each(module: nn.Module) -> Loss:
-    """torch's own loss of every example, from what our likelihood takes for outputs."""
-    one = copy.copy(module)
-    one.reduction = "none"
+    """torch's own loss of every example, from the outputs that our likelihood takes."""
+    per_example = copy.copy(module)
+    per_example.reduction = "none"
 
     def loss(f: Tensor, y: Tensor) -> Tensor:
         if isinstance(module, nn.GaussianNLLLoss):
-            actual = one(*f[:, : y.shape[1]].split(y.shape[1], 1), y, f[:, y.shape[1] :])
+            n_outputs = y.shape[1]
+            losses = per_example(f[:, :n_outputs], y, f[:, n_outputs:])
         else:
-            actual = one(f, y)
-        return actual.flatten(1).sum(1) if actual.ndim > 1 else actual
+            losses = per_example(f, y)
+        return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
 
     return loss
 
@@ -68,12 +69,14 @@ def of_tokens(likelihood: TokenCategorical) -> Loss:
     w = None if likelihood.weight is None else torch.tensor(likelihood.weight).double()
     smoothing = likelihood.label_smoothing
     ignored = likelihood.ignore_index
-    one = nn.CrossEntropyLoss(w, label_smoothing=smoothing, ignore_index=ignored, reduction="none")
+    token_loss = nn.CrossEntropyLoss(
+        w, label_smoothing=smoothing, ignore_index=ignored, reduction="none"
+    )
 
     def loss(f: Tensor, y: Tensor) -> Tensor:
         if isinstance(likelihood, CausalLM):
             f, y = f[:, :-1], y[:, 1:]
-        return one(f.mT, y).sum(1)
+        return token_loss(f.mT, y).sum(1)
 
     return loss
 
@@ -110,26 +113,33 @@ MODULES: list[tuple[nn.Module, Tensor]] = [
     (nn.GaussianNLLLoss(full=True, eps=1e-3), NUMBERS),
 ]
 SEQUENCES = [
-    *(TokenCategorical(), CausalLM(), TokenCategorical(ignore_index=0)),
-    *(TokenCategorical(weight=W, label_smoothing=0.2), CausalLM(label_smoothing=0.1)),
+    TokenCategorical(),
+    CausalLM(),
+    TokenCategorical(ignore_index=0),
+    TokenCategorical(weight=W, label_smoothing=0.2),
+    CausalLM(label_smoothing=0.1),
 ]
 
 
 def members() -> dict[str, tuple[Likelihood, Tensor, Tensor, Loss]]:
-    """Likelihood, outputs, targets and its loss of every example by torch."""
+    """By name: a likelihood, outputs, targets, and torch's loss of every example."""
     f = 2 * normal(N, C)
     spread = torch.cat((f, normal(N, C, seed=2).exp()), -1)
     spread[0, C] = 1e-9  # below eps
-    own = {"NLLLoss": f.log_softmax(-1), "BCELoss": f.sigmoid(), "GaussianNLLLoss": spread}
-    actual = {repr(one): (one, f, y, density(make)) for one, make, y in KINDS}
-    for k, (module, y) in enumerate(MODULES):  # whose names do not tell their settings
+    outputs_of = {
+        "NLLLoss": f.log_softmax(-1),
+        "BCELoss": f.sigmoid(),
+        "GaussianNLLLoss": spread,
+    }
+    cases = {repr(loss): (loss, f, y, density(make)) for loss, make, y in KINDS}
+    for k, (module, y) in enumerate(MODULES):  # numbered, as their names do not tell their settings
         rates = isinstance(module, nn.PoissonNLLLoss) and not module.log_input
-        outputs = f.exp() if rates else own.get(type(module).__name__, f)
-        actual[f"{type(module).__name__} {k}"] = (resolve(module), outputs, y, each(module))
-    for one in SEQUENCES:
-        y = TOKENS.masked_fill(TOKENS == -100, one.ignore_index)
-        actual[repr(one)] = (one, normal(N, T, C), y, of_tokens(one))
-    return actual
+        outputs = f.exp() if rates else outputs_of.get(type(module).__name__, f)
+        cases[f"{type(module).__name__} {k}"] = (resolve(module), outputs, y, each(module))
+    for loss in SEQUENCES:
+        y = TOKENS.masked_fill(TOKENS == -100, loss.ignore_index)
+        cases[repr(loss)] = (loss, normal(N, T, C), y, of_tokens(loss))
+    return cases
 
 
 MEMBERS = members()

@@ -155,8 +155,8 @@ def minimised(
     x, y = data
     for p in model.parameters():
         nn.init.normal_(p, generator=torch.Generator().manual_seed(1))
-    how = {"max_iter": steps, "tolerance_grad": 1e-9, "line_search_fn": "strong_wolfe"}
-    optimizer = torch.optim.LBFGS(model.parameters(), **how)
+    settings = {"max_iter": steps, "tolerance_grad": 1e-9, "line_search_fn": "strong_wolfe"}
+    optimizer = torch.optim.LBFGS(model.parameters(), **settings)
 
     def closure() -> Tensor:
         optimizer.zero_grad()

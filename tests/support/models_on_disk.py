@@ -39,17 +39,17 @@ def examples(seed: int, n: int = 17) -> tuple[Tensor, Tensor]:
 
 def near(base: Mapping[str, Tensor], seed: int) -> State:
     """A fine-tune of ``base``."""
-    other = state(seed, torch.float64)
-    return {n: (b.double() + 0.1 * other[n]).to(b.dtype) for n, b in base.items()}
+    noise = state(seed, torch.float64)
+    return {n: (b.double() + 0.1 * noise[n]).to(b.dtype) for n, b in base.items()}
 
 
 def curved(seed: int) -> State:
     return {n: t.abs() * 10 for n, t in state(1000 + seed).items()}
 
 
-def record(**more: Any) -> dict[str, Any]:
+def record(**fields: Any) -> dict[str, Any]:
     base = {"format": "blr_analysis.precision", "version": 1, "kind": "fisher_mc"}
-    return {**base, "structure": "diag", "n_data": 100, "prior_precision": 0.0, **more}
+    return {**base, "structure": "diag", "n_data": 100, "prior_precision": 0.0, **fields}
 
 
 def write_model(
@@ -59,9 +59,9 @@ def write_model(
     precision: Mapping[str, Tensor] | None = None,
     shards: int = 1,
     config: Mapping[str, Any] | None = None,
-    **more: Any,
+    **fields: Any,
 ) -> Path:
-    """A model folder; with ``precision``, a precision folder in it whose record has ``more``."""
+    """A model folder; with ``precision`` also its precision folder, with ``fields`` on record."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder, "model", tensors, shards)
     settings = {"model_type": "tiny", "dtype": "float32", **(config or {})}
@@ -71,15 +71,15 @@ def write_model(
     (folder / "tokenizer.json").write_text(json.dumps(document))
     (folder / "README.md").write_text("# a card")
     if precision is not None:
-        write_precision(folder / "precision", precision, **more)
+        write_precision(folder / "precision", precision, **fields)
     return folder
 
 
-def write_precision(folder: Path, precision: Mapping[str, Tensor], **more: Any) -> None:
-    """A precision folder as it was written by hand; its record has ``more``."""
+def write_precision(folder: Path, precision: Mapping[str, Tensor], **fields: Any) -> None:
+    """A precision folder as it was written by hand; its record has these ``fields``."""
     folder.mkdir(exist_ok=True)
     write_tensors(folder, "precision", precision, 1)
-    document = record(parameters=list(precision), **more)
+    document = record(parameters=list(precision), **fields)
     (folder / "precision_config.json").write_text(json.dumps(document))
 
 
@@ -98,14 +98,14 @@ def write_tensors(folder: Path, stem: str, tensors: Mapping[str, Tensor], shards
     (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
 
 
-def write_family(root: Path, dtype: torch.dtype = torch.float32, **more: Any) -> dict[str, Any]:
+def write_family(root: Path, dtype: torch.dtype = torch.float32, **fields: Any) -> dict[str, Any]:
     """A base and two fine-tunes with precisions: the arguments of ``merge`` for folders."""
     base = state(0, dtype)
     folders = [
-        write_model(root / f"ft{t}", near(base, t), precision=curved(t), shards=t, **more)
+        write_model(root / f"ft{t}", near(base, t), precision=curved(t), shards=t, **fields)
         for t in (1, 2)
     ]
-    first = write_model(root / "base", base, precision=curved(0), shards=3, **more)
+    first = write_model(root / "base", base, precision=curved(0), shards=3, **fields)
     return {
         "base": first,
         "models": folders,

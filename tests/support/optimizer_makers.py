@@ -53,41 +53,49 @@ def dropout(
     last = model[2].weight
     groups = [{"params": [last], "keep": 0.6}]
     groups += [{"params": [p for p in model.parameters() if p is not last]}]
-    extra = {"model": model, "weight_decay": 0.1} if row in ("VOGN", "OGN") else {}
-    given = {"lr": 0.01, "ess": N, "generator": generator, **extra, **options}
-    return kind(groups if params is None else params, row=row, **given)
+    settings: dict[str, Any] = {"lr": 0.01, "ess": N, "generator": generator}
+    if row in ("VOGN", "OGN"):
+        settings |= {"model": model, "weight_decay": 0.1}
+    settings |= options
+    return kind(groups if params is None else params, row=row, **settings)
 
 
 def of(kind: type, **settings: Any) -> Callable[..., Any]:
     def make(model: nn.Module, generator: Any, params: Any = None, **options: Any) -> Any:
         params = [*model.parameters()] if params is None else params
-        noise = {} if kind in (optim.STE, optim.Newton) else {"generator": generator}
-        return kind(params, **noise, **{**settings, **options})
+        arguments = {**settings, **options}
+        if kind not in (optim.STE, optim.Newton):  # they draw nothing
+            arguments.setdefault("generator", generator)
+        return kind(params, **arguments)
 
     return make
 
 
 def preconditioned(model: Any, generator: Any, params: Any = None, **options: Any) -> Any:
     """S counts up from 1, parameter by parameter."""
-    given = [*model.parameters()] if params is None else params
-    groups = given if isinstance(given[0], dict) else [{"params": given}]
+    parameters = [*model.parameters()] if params is None else params
+    groups = parameters if isinstance(parameters[0], dict) else [{"params": parameters}]
     scales = [
         1 + torch.arange(p.numel()).double().view(p.shape) / 10
         for group in groups
         for p in group["params"]
     ]
     settings = {"lr": 0.1, "weight_decay": 0.02, "generator": generator, **options}
-    return optim.PreconditionedSGD(given, preconditioner=scales, **settings)
+    return optim.PreconditionedSGD(parameters, preconditioner=scales, **settings)
 
 
 def whole(kind: type) -> Callable[..., Any]:
-    given = {"lr": 0.1, "ess": N, "weight_decay": 0.05, "beta2": 0.8, "damping": 0.02}
-    return lambda model, generator, **options: kind(model, generator=generator, **given, **options)
+    settings = {"lr": 0.1, "ess": N, "weight_decay": 0.05, "beta2": 0.8, "damping": 0.02}
+
+    def make(model: nn.Module, generator: Any, **options: Any) -> Any:
+        return kind(model, generator=generator, **settings, **options)
+
+    return make
 
 
 STRUCTURED = (optim.NoisyKFAC, optim.SLANG, optim.VOGGN, optim.OGGN)
 WHOLE = tuple(kind.__name__ for kind in STRUCTURED)  # of a whole model, and one draw a step
-ELEMENTWISE = [name for name, actual in ROWS.items() if runs_elementwise(actual)]
+ELEMENTWISE = [name for name, algorithm in ROWS.items() if runs_elementwise(algorithm)]
 MAKERS: dict[str, Callable[..., Any]] = {
     **{name: partial(row, name=name) for name in ELEMENTWISE},
     "IVON itself": of(optim.IVON, lr=0.1, ess=N, beta2=0.9),
@@ -110,8 +118,8 @@ MAKERS: dict[str, Callable[..., Any]] = {
 }
 
 BINARY = ("BayesBiNN", "STE", "STE with Adam")
-BY_CLOSURE = ("Newton", "DiagonalNewton")  # that returns the loss, without a backward pass
-ALONE = (*BY_CLOSURE, *WHOLE)  # not several draws
+BY_CLOSURE = ("Newton", "DiagonalNewton")  # their closure returns the loss, with no backward pass
+ALONE = (*BY_CLOSURE, *WHOLE)  # one draw a step
 
 
 def make(name: str, model: nn.Module, seed: int = 3, **options: Any) -> Any:
@@ -119,7 +127,7 @@ def make(name: str, model: nn.Module, seed: int = 3, **options: Any) -> Any:
 
 
 def loss_of(model: Any, t: int) -> Tensor:
-    """Of the t-th minibatch."""
+    """The loss of the t-th minibatch."""
     rows = slice(BATCH * t % N, BATCH * t % N + BATCH)
     outputs = model(X[rows].to(model[0].weight.dtype))
     wide = outputs.float() if outputs.dtype == torch.bfloat16 else outputs
@@ -137,7 +145,7 @@ def draw(name: str, optimizer: Any, loss: Callable[[], Tensor], **options: Any) 
 
 
 def step(name: str, optimizer: Any, loss: Callable[[], Tensor], draws: int = 1) -> None:
-    """A step of any of them, after so many draws."""
+    """One step of any optimizer, after so many draws."""
     if name in BY_CLOSURE:
         optimizer.step(loss)
         return
@@ -167,12 +175,12 @@ def trained(
     return model, optimizer
 
 
-def held(model: nn.Module, optimizer: Any) -> list[Tensor]:
+def state_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
     """Copies of the weights and of everything in the state."""
     state = [v for p in model.parameters() for v in optimizer.state.get(p, {}).values()]
     tensors = [torch.as_tensor(v) for v in state if isinstance(v, int | float | Tensor)]
     return [t.detach().clone() for t in (*model.parameters(), *tensors)]
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
+def same(actual: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(actual) == len(expected) and all(map(torch.equal, actual, expected))

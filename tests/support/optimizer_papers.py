@@ -27,11 +27,11 @@ START = flat(MODEL.parameters())
 
 
 class Run:
-    """A training as a transcription knows it."""
+    """A training for the transcriptions: its noise, its losses, and the weights that it drew."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(3)
-        self.seen: list[Tensor] = []  # weights, by draw
+        self.drawn_weights: list[Tensor] = []  # one vector a draw
 
     def noise(self) -> Tensor:
         return torch.empty_like(START).normal_(generator=self.generator)
@@ -52,14 +52,15 @@ class Run:
         return torch.func.grad(self.loss)(at, t)
 
     def each(self, at: Tensor, t: int) -> Tensor:
-        """Of every example's loss, ``[B, P]``."""
+        """The gradient of every example's loss, ``[B, P]``."""
         losses = partial(nn.functional.cross_entropy, reduction="none")
         return torch.func.jacrev(lambda w: losses(self.outputs(w, t), batch(t)[1]))(at)
 
     def curved(self, at: Tensor, t: int) -> Tensor:
         """Rows R with RᵀR = Σ_i J_iᵀ (diag p_i − p_i p_iᵀ) J_i."""
         p = self.outputs(at, t).softmax(-1)
-        values, turn = torch.linalg.eigh(torch.diag_embed(p) - p[:, :, None] * p[:, None])
+        hessian = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+        values, turn = torch.linalg.eigh(hessian)
         root = turn * values.clamp_min(0).sqrt()[:, None]
         return (root.mT @ torch.func.jacrev(self.outputs)(at, t)).flatten(0, 1)
 
@@ -153,9 +154,9 @@ def vogn(run: Run, noisy: bool) -> Steps:
     u = torch.zeros_like(START)
     for t in count(1):
         at = m + run.noise() / torch.sqrt(ESS * (h + DECAY)) if noisy else m
-        each = run.each(at, t)
-        h = B2 * h + (1 - B2) * each.square().mean(0)
-        u = B1 * u + (1 - B1) * each.mean(0)
+        gradients = run.each(at, t)
+        h = B2 * h + (1 - B2) * gradients.square().mean(0)
+        u = B1 * u + (1 - B1) * gradients.mean(0)
         m = m - LR * (u / (1 - B1**t) + DECAY * m) / (h + DECAY)
         yield m, h
 
@@ -189,8 +190,8 @@ def dropped_sgd(run: Run) -> Steps:
     """S = I and no smoothing: ordinary dropout, with lr/π₁ for the weights that leave units."""
     m = START
     for t in count(1):
-        z, kept = masked(run)
-        m = m - 0.1 * z * run.gradient(z * m, t) / kept
+        z, keep_rate = masked(run)
+        m = m - 0.1 * z * run.gradient(z * m, t) / keep_rate
         yield m, None
 
 
@@ -200,10 +201,10 @@ def dropped_adam(run: Run) -> Steps:
     h = torch.zeros_like(START)
     u = torch.zeros_like(START)
     for t in count(1):
-        z, kept = masked(run)
+        z, keep_rate = masked(run)
         g = z * run.gradient(z * m, t)
-        u = 0.9 * u + 0.1 * g / kept
-        h = 0.99 * h + 0.01 * g**2 / kept
+        u = 0.9 * u + 0.1 * g / keep_rate
+        h = 0.99 * h + 0.01 * g**2 / keep_rate
         m = m - 0.01 * (u / (1 - 0.9**t)) / ((h / (1 - 0.99**t)).sqrt() + 1e-8)
         yield m, h
 
@@ -213,10 +214,10 @@ def dropped_ogn(run: Run) -> Steps:
     m = START
     h = torch.full_like(START, 0.5)
     for t in count(1):
-        z, kept = masked(run)
-        each = z * run.each(z * m, t)
-        h = 0.9 * h + 0.1 * each.square().mean(0) / kept
-        m = m - 0.05 * (each.mean(0) / kept + 0.02 * m) / (h + 0.02)
+        z, keep_rate = masked(run)
+        gradients = z * run.each(z * m, t)
+        h = 0.9 * h + 0.1 * gradients.square().mean(0) / keep_rate
+        m = m - 0.05 * (gradients.mean(0) / keep_rate + 0.02 * m) / (h + 0.02)
         yield m, h
 
 
@@ -230,8 +231,8 @@ def dropped_ivon(run: Run) -> Steps:
         noise[order[:18]] = torch.empty(18).double().normal_(generator=run.generator)
         noise[order[18:]] = torch.empty(33).double().normal_(generator=run.generator)
         noise = noise / torch.sqrt(ESS * (h + DECAY))
-        z, kept = masked(run)
-        g = z * run.gradient(z * (m + noise), t) / kept
+        z, keep_rate = masked(run)
+        g = z * run.gradient(z * (m + noise), t) / keep_rate
         gap = h - ESS * (h + DECAY) * noise * g
         h = h - (1 - B2) * gap + (1 - B2) ** 2 * gap**2 / (2 * (h + DECAY))
         m = m - LR * (g + DECAY * m) / (h + DECAY)
@@ -344,7 +345,7 @@ def structured(run: Run, average: Callable[[int], Tensor]) -> Steps:
     eye = torch.eye(len(START)).double()
     for t in count(1):
         s = average(t) + N * 0.05 * eye
-        u = 0.9 * u + 0.1 * run.gradient(run.seen[-1], t)
+        u = 0.9 * u + 0.1 * run.gradient(run.drawn_weights[-1], t)
         step = N * (u / (1 - 0.9**t) + 0.05 * m)
         m = m - 0.1 * torch.linalg.solve(s + N * 0.02 * eye, step)
         yield m, s
@@ -356,7 +357,7 @@ def low_rank(run: Run, rows_of: str) -> Steps:
 
     def average(t: int) -> Tensor:
         nonlocal s
-        rows = getattr(run, rows_of)(run.seen[-1], t)
+        rows = getattr(run, rows_of)(run.drawn_weights[-1], t)
         s = 0.8 * s + 0.2 * N / BATCH * rows.mT @ rows
         return s
 
@@ -370,13 +371,13 @@ def kronecker(run: Run) -> Steps:
     def average(t: int) -> Tensor:
         nonlocal moments
         x, y = batch(t)
-        parts = run.seen[-1].split([24, 6, 18, 3])
+        parts = run.drawn_weights[-1].split([24, 6, 18, 3])
         hidden = torch.tanh(x @ parts[0].view(6, 4).T + parts[1])
         logits = hidden @ parts[2].view(3, 6).T + parts[3]
         error = torch.softmax(logits, 1) - nn.functional.one_hot(y, 3)
         inner = error @ parts[2].view(3, 6) * (1 - hidden**2)
-        one = torch.ones(BATCH, 1).double()
-        new = [torch.cat([a, one], 1) for a in (x, hidden)] + [inner, error]
+        ones = torch.ones(BATCH, 1).double()
+        new = [torch.cat([a, ones], 1) for a in (x, hidden)] + [inner, error]
         new = [a.mT @ a / BATCH for a in new]
         weight = 0.2 / (1 - 0.8**t)
         moments = [o + weight * (n - o) for o, n in zip(moments or new, new, strict=True)]
@@ -392,7 +393,7 @@ def kronecker(run: Run) -> Steps:
     return structured(run, average)
 
 
-# Who takes which steps, with how many draws in each ----------------------------------------------
+# Optimizers, the steps of their papers, and the number of draws a step ---------------------------
 
 H7 = {**COMMON, "hess_init": 0.7}
 OGN = {"lr": 0.05, "beta1": 0.0, "beta2": 0.9, "weight_decay": 0.02, "hess_init": 0.5}
@@ -401,6 +402,7 @@ WAYS = [(a, d, r) for a in ("price", "gradsq") for d in (True, False) for r in (
 STE = partial(of, optim.STE, lr=0.02)
 behind_a_sign = partial(torchs, look=signs, lr=0.02)
 T = torch.optim
+# row of Table 1, its settings, torch's optimizer, settings that have another name there
 TORCH: list[tuple[str, dict[str, Any], Any, dict[str, Any]]] = [
     ("gradient descent", {"lr": 0.1}, T.SGD, {}),
     ("SGD", {"lr": 0.1, "weight_decay": 0.01}, T.SGD, {}),
@@ -416,20 +418,40 @@ TORCH: list[tuple[str, dict[str, Any], Any, dict[str, Any]]] = [
     ("Adam", {"lr": 0.01, "beta1": 0.8, "beta2": 0.95, **SMALL}, T.Adam, {"betas": (0.8, 0.95)}),
     ("AdamW", {"lr": 0.01, **SMALL}, T.AdamW, {}),
 ]
-STEPS: dict[str, tuple[Callable[..., Any], Callable[[Run], Steps], int]] = {
-    **{
-        f"torch's {name}": (
-            of(optim.RowOptimizer, row=name, **own),
-            partial(
-                torchs,
-                kind=kind,
-                **theirs,
-                **{k: v for k, v in own.items() if k in ("lr", "weight_decay", "eps")},
-            ),
-            1,
-        )
-        for name, own, kind, theirs in TORCH
-    },
+Entry = tuple[Callable[..., Any], Callable[[Run], Steps], int]
+
+
+def beside_torch(name: str, settings: dict[str, Any], kind: Any, torchs_own: dict) -> Entry:
+    """A row of Table 1 and torch's optimizer with the same settings."""
+    shared = {k: settings[k] for k in ("lr", "weight_decay", "eps") if k in settings}
+    make = of(optim.RowOptimizer, row=name, **settings)
+    return make, partial(torchs, kind=kind, **torchs_own, **shared), 1
+
+
+def ivon_of(approx: str, debias: bool, rescale: bool) -> Entry:
+    """IVON with two draws a step."""
+    make = of(
+        optim.IVON,
+        **H7,
+        hess_approx=approx,
+        debias=debias,
+        rescale_lr=rescale,
+        clip_radius=0.4,
+    )
+    rate = LR * (0.7 + DECAY) if rescale else LR
+    return make, partial(ivon, approx=approx, debias=debias, clip=0.4, rate=rate), 2
+
+
+def bayesbinn_of(
+    lr: float, tau: float, floor: float, beta: float, prior: float, draws: int
+) -> Entry:
+    make = of(optim.BayesBiNN, ess=N, lr=lr, temperature=tau, floor=floor, beta1=beta, prior=prior)
+    settings = {"lr": lr, "tau": tau, "floor": floor, "beta": beta, "prior": prior}
+    return make, partial(bayesbinn, **settings, draws=draws), draws
+
+
+STEPS: dict[str, Entry] = {
+    **{f"torch's {name}": beside_torch(name, *settings) for name, *settings in TORCH},
     "Vadam": (of(optim.Vadam, **COMMON), vadam, 1),
     "Vadam, s above 0": (of(optim.Vadam, **COMMON, hess_init=0.4), partial(vadam, start=0.4), 1),
     "Vprop": (of(optim.Vprop, **COMMON), vprop, 1),
@@ -438,47 +460,17 @@ STEPS: dict[str, tuple[Callable[..., Any], Callable[[Run], Steps], int]] = {
     "OGN": (partial(row, name="OGN", **H7), partial(vogn, noisy=False), 1),
     "IVON's row": (of(optim.RowOptimizer, row="IVON", **H7), partial(ivon, draws=3), 3),
     **{
-        f"IVON, {approx}, {debias}, {rescale}": (
-            of(
-                optim.IVON,
-                **H7,
-                hess_approx=approx,
-                debias=debias,
-                rescale_lr=rescale,
-                clip_radius=0.4,
-            ),
-            partial(
-                ivon,
-                approx=approx,
-                debias=debias,
-                clip=0.4,
-                rate=LR * (0.7 + DECAY) if rescale else LR,
-            ),
-            2,
-        )
+        f"IVON, {approx}, {debias}, {rescale}": ivon_of(approx, debias, rescale)
         for approx, debias, rescale in WAYS
     },
     "dropout": (partial(dropout, row="SGD", lr=0.1), dropped_sgd, 1),
     "dropout, Adam": (partial(dropout, row="Adam", lr=0.01, beta2=0.99), dropped_adam, 1),
     "dropout, OGN": (partial(dropout, row="OGN", **OGN), dropped_ogn, 1),
     "dropout, IVON": (partial(dropout, row="IVON", **{**H7, "beta1": 0.0}), dropped_ivon, 1),
-    **{
-        f"BayesBiNN {number}": (
-            of(
-                optim.BayesBiNN, ess=N, lr=lr, temperature=tau, floor=floor, beta1=beta, prior=prior
-            ),
-            partial(bayesbinn, lr=lr, tau=tau, floor=floor, beta=beta, prior=prior, draws=draws),
-            draws,
-        )
-        for number, (lr, tau, floor, beta, prior, draws) in enumerate(
-            (
-                (0.002, 1.0, 0.0, 0.0, 0.0, 1),
-                (0.002, 0.7, 0.0, 0.9, 0.0, 1),
-                (0.002, 1.0, 0.0, 0.5, 0.3, 1),
-                (0.005, 1.0, 1e-3, 0.0, 0.0, 3),
-            )
-        )
-    },
+    "BayesBiNN": bayesbinn_of(lr=0.002, tau=1.0, floor=0.0, beta=0.0, prior=0.0, draws=1),
+    "BayesBiNN, momentum": bayesbinn_of(lr=0.002, tau=0.7, floor=0.0, beta=0.9, prior=0.0, draws=1),
+    "BayesBiNN, prior": bayesbinn_of(lr=0.002, tau=1.0, floor=0.0, beta=0.5, prior=0.3, draws=1),
+    "BayesBiNN, floor": bayesbinn_of(lr=0.005, tau=1.0, floor=1e-3, beta=0.0, prior=0.0, draws=3),
     "STE": (STE(), partial(behind_a_sign, kind=T.SGD), 1),
     "STE, momentum": (
         STE(row="SGD with momentum"),

@@ -28,10 +28,10 @@ def _row(name: str) -> Make:
 
 
 def _dropout(model: nn.Module, n: int, generator: torch.Generator) -> Any:
-    matrices, others = (
+    matrices, vectors = (
         [p for p in model.parameters() if (p.ndim > 1) == is_so] for is_so in (1, 0)
     )
-    groups = [{"params": matrices, "keep": 0.8}, {"params": others}]
+    groups = [{"params": matrices, "keep": 0.8}, {"params": vectors}]
     return Dropout(groups, lr=0.05, generator=generator)
 
 

@@ -19,24 +19,25 @@ from blr_analysis.task import Task
 def dense_jacobian(task: Task, params: Mapping[str, Tensor]) -> Tensor:
     """Every example's Jacobian by plain autograd, one example at a time, ``[N, C, P]``; the model
     itself holds the values meanwhile."""
-    own = dict(task.model.named_parameters())
-    actual = []
-    before = {n: own[n].data for n in params}
+    parameters = dict(task.model.named_parameters())
+    jacobians = []
+    before = {n: parameters[n].data for n in params}
     with torch.inference_mode(False), task.evaluation(), torch.enable_grad():
         for n, p in params.items():
-            own[n].data = p.detach().clone()
+            parameters[n].data = p.detach().clone()
         for i in range(task.n_data):
             outputs = task.forward(task.model, copy.deepcopy(task.fetch(torch.tensor([i]))))[0]
             outputs = getattr(outputs, "logits", outputs).reshape(-1)
-            actual.append(torch.stack([_gradient(f, {n: own[n] for n in params}) for f in outputs]))
+            leaves = {n: parameters[n] for n in params}
+            jacobians.append(torch.stack([_gradient(f, leaves) for f in outputs]))
     for n, data in before.items():
-        own[n].data = data
-    return torch.stack(actual)
+        parameters[n].data = data
+    return torch.stack(jacobians)
 
 
 def _gradient(output: Tensor, leaves: Mapping[str, Tensor]) -> Tensor:
-    how: Any = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-    grads = torch.autograd.grad(output, list(leaves.values()), **how)
+    options: Any = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    grads = torch.autograd.grad(output, list(leaves.values()), **options)
     return torch.cat([g.to_dense().flatten() for g in grads])
 
 
@@ -52,49 +53,59 @@ def dense_ggn(task: Task, jacobian: Tensor) -> Tensor:
     total = jacobian.new_zeros(jacobian.shape[-1], jacobian.shape[-1])
     for i, f in enumerate(outputs_of(task)):
         _, target = task.run(task.fetch(torch.tensor([i])), task.parameters())
-        one = task.likelihood.at(torch.tensor([i]))
+        likelihood = task.likelihood.at(torch.tensor([i]))
 
-        def loss(output: Tensor, target: Tensor = target, one: Any = one) -> Tensor:
-            return one.nll(output.unsqueeze(0), target).sum()
+        def loss(output: Tensor, target: Tensor = target, likelihood: Any = likelihood) -> Tensor:
+            return likelihood.nll(output.unsqueeze(0), target).sum()
 
         total = total + jacobian[i].mT @ torch.func.hessian(loss)(f) @ jacobian[i]
     return total
 
 
+def layers_with_moments(model: nn.Module) -> dict[nn.Module, dict[str, str]]:
+    """Layers whose inputs have moments: the full name of each layer's every parameter."""
+    names = {id(p): n for n, p in model.named_parameters()}
+    kinds = nn.Linear | nn.Embedding | nn.MultiheadAttention | _ConvNd
+    return {
+        layer: {k: names[id(p)] for k, p in layer._parameters.items() if p is not None}
+        for layer in model.modules()
+        if isinstance(layer, kinds) or type(layer).__name__ == "Conv1D"
+    }
+
+
 def dense_gram(task: Task, params: Mapping[str, Tensor]) -> Tensor:
-    """What input moments are, ``[P, P]``: the Jacobians of each layer's own outputs with respect to
-    its own weights, by autograd, one example at a time; N for parameters of no such layer."""
-    names = {id(p): n for n, p in task.model.named_parameters()}
+    """Input moments as a dense matrix, ``[P, P]``.
+
+    They come from the Jacobians of each layer's outputs with respect to its weights, by autograd,
+    one example at a time. A parameter of no such layer has N on the diagonal.
+    """
     place = unflatten(torch.arange(sum(p.numel() for p in params.values())), params)
     total = torch.zeros(2 * flatten(place).shape, dtype=torch.float64)
-    kinds = nn.Linear | nn.Embedding | nn.MultiheadAttention | _ConvNd
-    layers = {
-        m: {k: names[id(p)] for k, p in m._parameters.items() if p is not None}
-        for m in task.model.modules()
-        if isinstance(m, kinds) or type(m).__name__ == "Conv1D"
-    }
+    layers = layers_with_moments(task.model)
     copied = {m: copy.deepcopy(m) for m in layers if not isinstance(m, nn.MultiheadAttention)}
-    matrices = {own["weight"] for m, own in layers.items() if isinstance(m, nn.Linear)}
+    matrices = {names["weight"] for m, names in layers.items() if isinstance(m, nn.Linear)}
+    fired: set[str] = set()
 
-    def seen(module: nn.Module, args: tuple[Tensor, ...], kwargs: object) -> None:
-        own = layers[module]
-        if isinstance(module, nn.Embedding) and own["weight"] in matrices:
+    def add_layer(module: nn.Module, args: tuple[Tensor, ...], kwargs: object) -> None:
+        names = layers[module]
+        if isinstance(module, nn.Embedding) and names["weight"] in matrices:
             return
 
-        def outputs(held: dict[str, Tensor]) -> Tensor:
+        def outputs(weights: dict[str, Tensor]) -> Tensor:
             if isinstance(module, nn.MultiheadAttention):
-                return nn.functional.linear(args[0], held["in_proj_weight"], held["in_proj_bias"])
-            return functional_call(copied[module], held, args)
+                projection = weights["in_proj_weight"]
+                return nn.functional.linear(args[0], projection, weights["in_proj_bias"])
+            return functional_call(copied[module], weights, args)
 
-        held = {k: params[n] for k, n in own.items()}
-        jacobian = torch.func.jacrev(outputs)(held)
-        j = torch.cat([x.reshape(-1, held[k].numel()) for k, x in jacobian.items()], 1).detach()
-        where = torch.cat([place[n].flatten() for n in own.values()])
-        fired.update(own.values())
-        total[where.unsqueeze(1), where] += j.mT @ j
+        weights = {k: params[n] for k, n in names.items()}
+        jacobian = torch.func.jacrev(outputs)(weights)
+        blocks = [x.reshape(-1, weights[k].numel()) for k, x in jacobian.items()]
+        j = torch.cat(blocks, dim=1).detach()
+        positions = torch.cat([place[n].flatten() for n in names.values()])
+        fired.update(names.values())
+        total[positions.unsqueeze(1), positions] += j.mT @ j
 
-    fired: set[str] = set()
-    handles = [m.register_forward_pre_hook(seen, with_kwargs=True) for m in layers]
+    handles = [m.register_forward_pre_hook(add_layer, with_kwargs=True) for m in layers]
     for i in range(task.n_data):
         with task.evaluation():
             task.run(task.fetch(torch.tensor([i])), dict(params))
@@ -111,12 +122,11 @@ def flatten(tree: dict[str, Tensor]) -> Tensor:
 
 
 def unflatten(vector: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of :func:`flatten`; leading dimensions of ``vector`` are kept."""
+    """The inverse of :func:`flatten`; leading dimensions of ``vector`` stay."""
     parts = vector.split([v.numel() for v in like.values()], dim=-1)
     lead = vector.shape[:-1]
-    return {
-        n: part.reshape((*lead, *v.shape)) for (n, v), part in zip(like.items(), parts, strict=True)
-    }
+    pairs = zip(like.items(), parts, strict=True)
+    return {name: part.reshape((*lead, *value.shape)) for (name, value), part in pairs}
 
 
 def rows(tree: Mapping[str, Tensor]) -> Tensor:
@@ -135,10 +145,12 @@ def relative(ours: Tensor, truth: Tensor) -> float:
     """‖ours − truth‖ / ‖truth‖ (the plain norm of ``ours`` where the truth is zero)."""
     assert ours.shape == truth.shape, f"{tuple(ours.shape)} instead of {tuple(truth.shape)}"
     gap = float(torch.linalg.vector_norm(ours - truth))
-    return gap / (float(torch.linalg.vector_norm(truth)) or 1.0)
+    size = float(torch.linalg.vector_norm(truth))
+    return gap / (size or 1.0)
 
 
-def fit_at_rest(task: Task, **how: Any) -> Posterior:
-    """A fit that is said to be at a minimum, whatever the weights: analyses are plain there."""
+def fit_at_rest(task: Task, **settings: Any) -> Posterior:
+    """A fit that is marked as at a minimum, whatever its weights, so that no analysis corrects for
+    the gradient."""
     at_rest = Stationarity(0.0, 0.0, 1.0, task.n_data, task.likelihood.recorded)
-    return fit_laplace(task, **how).changed(stationarity=at_rest)
+    return fit_laplace(task, **settings).changed(stationarity=at_rest)

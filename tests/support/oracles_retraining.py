@@ -39,40 +39,53 @@ def retrained(
     z = with_ones(x)
     weights = weights.double()
     n, d = z.shape
-    each = LOSSES[loss] if isinstance(loss, str) else loss
+    losses = LOSSES[loss] if isinstance(loss, str) else loss
     products = (z.unsqueeze(2) * z.unsqueeze(1)).view(n, d * d)
-    every, slope, curvature = (
-        torch.vmap(f, (0, None))
-        for f in (
-            each,
-            torch.vmap(torch.func.grad(lambda f, y: each(f[None], y[None])[0])),
-            torch.vmap(torch.func.hessian(lambda f, y: each(f[None], y[None])[0])),
-        )
-    )
+
+    def loss_of_one(f: Tensor, y: Tensor) -> Tensor:
+        return losses(f[None], y[None])[0]
+
+    losses_of_models = torch.vmap(losses, (0, None))
+    slopes = torch.vmap(torch.vmap(torch.func.grad(loss_of_one)), (0, None))
+    curvatures = torch.vmap(torch.vmap(torch.func.hessian(loss_of_one)), (0, None))
 
     def objective(theta: Tensor) -> Tensor:
-        losses = every(torch.einsum("kcd,nd->knc", theta, z), y)
-        return (weights * losses).sum(1) + delta / 2 * theta.square().sum((1, 2))
+        data_terms = losses_of_models(torch.einsum("kcd,nd->knc", theta, z), y)
+        return (weights * data_terms).sum(1) + delta / 2 * theta.square().sum((1, 2))
 
     theta = z.new_zeros(len(weights), outputs, d)
     for _ in range(100):
         f = torch.einsum("kcd,nd->knc", theta, z)
-        gradient = torch.einsum("kn,knc,nd->kcd", weights, slope(f, y), z) + delta * theta
+        gradient = torch.einsum("kn,knc,nd->kcd", weights, slopes(f, y), z) + delta * theta
         if float(gradient.flatten(1).norm(dim=1).max()) < TOLERANCE:
             return theta
-        blocks = (weights[:, :, None, None] * curvature(f, y)).permute(0, 2, 3, 1) @ products
+        weighted = weights[:, :, None, None] * curvatures(f, y)
+        blocks = weighted.permute(0, 2, 3, 1) @ products
         hessian = blocks.unflatten(3, (d, d)).transpose(2, 3).flatten(3).flatten(1, 2)
-        values, turn = torch.linalg.eigh(hessian + delta * torch.eye(outputs * d))
-        turned = turn.mT @ gradient.view(len(weights), -1, 1)
-        step = (turn @ (turned / values.abs().unsqueeze(2))).view_as(theta)  # downhill always
-        top = objective(theta)
-        for _ in range(30):  # halved where it would raise the objective, beyond rounding
-            rises = objective(theta - step) > top + 1e-12 * top.abs()
-            if not bool(rises.any()):
-                break
-            step[rises] /= 2
-        theta = theta - step
+        step = downhill_step(hessian + delta * torch.eye(outputs * d), gradient)
+        theta = theta - halved_while_rising(objective, theta, step)
     raise AssertionError("Newton did not converge")
+
+
+def downhill_step(hessian: Tensor, gradient: Tensor) -> Tensor:
+    """|H|⁻¹ g for K matrices at once: Newton's step where H is positive, downhill everywhere."""
+    values, turn = torch.linalg.eigh(hessian)
+    turned = turn.mT @ gradient.reshape(len(hessian), -1, 1)
+    return (turn @ (turned / values.abs().unsqueeze(2))).view_as(gradient)
+
+
+def halved_while_rising(
+    objective: Callable[[Tensor], Tensor], theta: Tensor, step: Tensor
+) -> Tensor:
+    """The step, halved for each model whose objective it would raise by more than rounding."""
+    step = step.clone()
+    top = objective(theta)
+    for _ in range(30):
+        rises = objective(theta - step) > top + 1e-12 * top.abs()
+        if not bool(rises.any()):
+            break
+        step[rises] /= 2
+    return step
 
 
 def leave_one_out_weights(n: int) -> Tensor:

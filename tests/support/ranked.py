@@ -30,9 +30,9 @@ from blr_analysis.posterior.capture import from_optimizer
 from blr_analysis.ranks import whole
 from blr_analysis.sensitivity.index import build, stored
 
-checkpoint: Any = dcp  # whose names torch does not declare
-N = 23  # which neither two nor four divide
-stored.SHARD = 5  # of which two ranks share the last
+checkpoint: Any = dcp  # torch does not declare its names
+N = 23  # neither two nor four divide it
+stored.SHARD = 5  # two ranks share the last shard
 
 
 def network(n: int = N, seed: int = 0) -> blr.Task:
@@ -51,43 +51,61 @@ def answers(folder: Path) -> dict[str, Any]:
     actual: dict[str, Any] = {}
     qs: dict[str, blr.Posterior] = {}
     for structure in ("diag", "kron", "lowrank", "full", "gram"):
-        more: dict[str, Any] = {"rank": 6} if structure == "lowrank" else {}
-        more |= {} if structure == "gram" else {"prior_precision": 2.0}
-        qs[structure] = blr.fit_laplace(task, structure=structure, **more)
+        settings: dict[str, Any] = {"structure": structure}
+        if structure == "lowrank":
+            settings["rank"] = 6
+        if structure != "gram":
+            settings["prior_precision"] = 2.0
+        qs[structure] = blr.fit_laplace(task, **settings)
         actual[f"fit {structure}"] = qs[structure].form.diagonal()
     exact = blr.fit_laplace(task, structure="diag", curvature="mc_fisher")
     actual["mc_fisher, prior"] = [exact.form.diagonal(), exact.prior_precision]
     q = qs["kron"]
     params = dict(q.mean)
-    some = (None, torch.tensor([3, 1, 7]), torch.tensor([3]))
-    actual["losses"] = [loss_and_gradient(task, params, chosen) for chosen in some]
+    subsets = (None, torch.tensor([3, 1, 7]), torch.tensor([3]))
+    actual["losses"] = [loss_and_gradient(task, params, subset) for subset in subsets]
     actual["product"] = Hessian(task, params).product({n: m[None] for n, m in params.items()})
+    actual |= analyses(task, q, qs["diag"], folder)
+    actual |= analyses_of_words()
+    return actual
+
+
+def analyses(
+    task: blr.Task, q: blr.Posterior, second: blr.Posterior, folder: Path
+) -> dict[str, Any]:
+    """Scores, leave-one-out, influence (also of two posteriors) and an index of a classifier."""
+    actual: dict[str, Any] = {}
     scores = blr.sensitivity(task, q)
     actual["sensitivity"] = [scores.error, scores.variance, scores.outputs, scores.targets]
     actual["self-influence"] = blr.sensitivity(task, q, variance=False).self_influence
     loo = blr.leave_one_out(task, q, refine=1)
     actual["leave one out"] = [loo.logits, loo.losses, loo.leverage]
     test = task.subset(range(3))
-    several = [qs["diag"], q]
     actual["influence"] = torch.as_tensor(blr.influence(task, q, test))
     actual["normalized"] = torch.as_tensor(blr.influence(task, q, test, normalize="cosine"))
-    actual["several"] = torch.as_tensor(blr.influence(task, several, test))
+    actual["several"] = torch.as_tensor(blr.influence(task, [second, q], test))
     best = blr.influence(task, q, test, k=9)
     actual["top"] = [best.helpful, best.harmful, best.helpful_values, best.harmful_values]
     index = blr.Index.build(task, q, folder / "index", dtype="float64", rank=43)
     actual["index"] = [index.influence(test), index.self_influence]
+    return actual
+
+
+def analyses_of_words() -> dict[str, Any]:
+    """A fit, scores, leave-one-out and influence of a language model."""
+    actual: dict[str, Any] = {}
     words = task_of(tiny_lm(tied=True), sequences(9))
-    p = blr.fit_laplace(words, structure="kron", curvature="mc_fisher", prior_precision=1.0)
-    actual["words"] = p.form.diagonal()
-    seen = blr.sensitivity(words, p)
-    actual["words' scores"] = [seen.losses, seen.self_influence, seen.tokens]
-    actual["words' loss"] = blr.leave_one_out(words, p).losses
-    actual["words' influence"] = torch.as_tensor(blr.influence(words, p, words.subset([1])))
+    q = blr.fit_laplace(words, structure="kron", curvature="mc_fisher", prior_precision=1.0)
+    actual["words"] = q.form.diagonal()
+    scores = blr.sensitivity(words, q)
+    actual["words' scores"] = [scores.losses, scores.self_influence, scores.tokens]
+    actual["words' loss"] = blr.leave_one_out(words, q).losses
+    actual["words' influence"] = torch.as_tensor(blr.influence(words, q, words.subset([1])))
     return actual
 
 
 def of_pieces(folder: Path) -> dict[str, Any]:
-    """What comes of models that ``fully_shard`` divides, and of an optimizer that trained one."""
+    """A posterior and its files from the optimizer of a model that ``fully_shard`` divides."""
     model = mlp().double()
     X, y = network().dataset[:]
     for part in (model[0], model) if ranks.count() > 1 else ():
@@ -97,11 +115,11 @@ def of_pieces(folder: Path) -> dict[str, Any]:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(X), y).backward()
         optimizer.step()
-    known: dict[str, Any] = {"n_data": N, "prior_precision": 2.0}
+    settings: dict[str, Any] = {"n_data": N, "prior_precision": 2.0}
     with torch.no_grad():
-        model(X)  # after which the outermost weights stay whole
-    q = blr.Posterior.from_optimizer(optimizer, model, **known)
-    captured = from_optimizer(optimizer, model, bare=True, gather=False, **known)
+        model(X)  # the outermost weights stay whole after it
+    q = blr.Posterior.from_optimizer(optimizer, model, **settings)
+    captured = from_optimizer(optimizer, model, bare=True, gather=False, **settings)
     write_captured(folder / "pieces", captured, dtype=None)
     loaded = {n: torch.zeros_like(h) for n, h in captured.precision.items()}
     checkpoint.load(loaded, storage_reader=checkpoint.HuggingFaceStorageReader(folder / "pieces"))
@@ -113,10 +131,10 @@ def of_pieces(folder: Path) -> dict[str, Any]:
 
 
 def refusals() -> list[str]:
-    """What is said of a sharded model, by recorders and a task, of too few examples, fewer than
-    elsewhere, and of other data."""
+    """The messages for a sharded model (by a recorder and by a task), for too few examples, for
+    fewer examples than on other ranks, and for other data than theirs."""
     model = fully_shard(mlp())
-    words = []
+    messages = []
     calls: list[Any] = [
         lambda: KroneckerRecorder(model),
         lambda: blr.Task(model, (torch.zeros(2, 4), torch.zeros(2).long())),
@@ -127,19 +145,19 @@ def refusals() -> list[str]:
         try:
             call()
         except BLRError as error:
-            words.append(str(error))
-    return words
+            messages.append(str(error))
+    return messages
 
 
 def commands(folder: Path, model: Path, data: Path) -> list[int]:
     """The exit codes of the commands that ranks share."""
-    asked = (str(model), str(data))
+    inputs = (str(model), str(data))
     fit = ("--fit", "diag", "--prior-precision", "1")
     with mock.patch.object(Figure, "savefig", lambda _, path, **__: Path(path).write_bytes(b"")):
         return [
-            main(["fisher", *asked, "--out", str(folder / "p")]),
-            main(["index", *asked, *fit, "--out", str(folder / "i"), "--rank", "100"]),
-            main(["audit", *asked, *fit, "--out", str(folder / "a")]),
+            main(["fisher", *inputs, "--out", str(folder / "p")]),
+            main(["index", *inputs, *fit, "--out", str(folder / "i"), "--rank", "100"]),
+            main(["audit", *inputs, *fit, "--out", str(folder / "a")]),
         ]
 
 

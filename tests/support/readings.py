@@ -1,4 +1,4 @@
-"""What the engine says of a case: tasks, Jacobians and the ways that parameters are read."""
+"""The engine's view of a case: its task, its Jacobians, and how its parameters are read."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def jacobian_of(task: Task, chunk_size: int | None, indices: Tensor | None = Non
 def ways(task: Task) -> dict[str, str]:
     """Parameter → how its gradients are read."""
     plan = plan_for(task, task.parameters())
-    actual = {
-        n: u.rule.__name__ if u.rule else u.path for u in plan.units for n in u.names.values()
-    }
-    return {**actual, **dict.fromkeys(plan.whole_model, "whole model")}
+    way_of: dict[str, str] = {}
+    for unit in plan.units:
+        way = unit.rule.__name__ if unit.rule else unit.path
+        way_of |= dict.fromkeys(unit.names.values(), way)
+    return way_of | dict.fromkeys(plan.whole_model, "whole model")

@@ -90,7 +90,7 @@ def task_of(
     labels: Sequence[Tensor] | None = None,
     *,
     likelihood: str = "causal_lm",
-    more: int = 0,
+    n_extra: int = 0,
     left: bool = False,
     mask: bool = True,
     batch_size: int = 4,
@@ -99,7 +99,7 @@ def task_of(
     """A task on padded dictionaries, with or without mask; labels are the ids unless given."""
 
     def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        longest = max(len(r["input_ids"]) for r in rows) + more
+        longest = max(len(r["input_ids"]) for r in rows) + n_extra
         batch = {}
         for name, fill in {"input_ids": 0, "labels": IGNORED, "attention_mask": 0}.items():
             gaps = [longest - len(r[name]) for r in rows]
@@ -124,10 +124,10 @@ def token_gradients(
     logits = model(ids.unsqueeze(0)).logits[0]
     if shift:
         logits, labels = logits[:-1], labels[1:]
-    kept = labels != IGNORED
-    losses = F.cross_entropy(logits[kept], labels[kept], reduction="none")
-    how: Any = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-    rows = [torch.autograd.grad(loss, list(model.parameters()), **how) for loss in losses]
+    counted = labels != IGNORED
+    losses = F.cross_entropy(logits[counted], labels[counted], reduction="none")
+    options: Any = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    rows = [torch.autograd.grad(loss, list(model.parameters()), **options) for loss in losses]
     return losses.detach(), torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
 
 

@@ -31,7 +31,7 @@ def tokenizer(*, pairs: bool = True, segments: bool = True) -> Any:
     )
 
 
-def build(kind: str, task: str = "classification", seed: int = 0, **more: Any) -> Any:
+def build(kind: str, task: str = "classification", seed: int = 0, **settings: Any) -> Any:
     """A random model small enough to be compared with brute force, with weights far from their
     initial scale, so that no gradient vanishes."""
     import transformers
@@ -43,8 +43,10 @@ def build(kind: str, task: str = "classification", seed: int = 0, **more: Any) -
         "gpt2": ("GPT2", {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}),
         "llama": ("Llama", {**small, "num_key_value_heads": 1}),
     }[kind]
-    ends = {} if kind == "bert" else {"bos_token_id": 2, "eos_token_id": 3}
-    size |= {"vocab_size": len(SPECIAL) + len(WORDS), "pad_token_id": 0, **ends, **more}
+    size |= {"vocab_size": len(SPECIAL) + len(WORDS), "pad_token_id": 0}
+    if kind != "bert":
+        size |= {"bos_token_id": 2, "eos_token_id": 3}
+    size |= settings
     if task == "causal_lm":
         head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
     else:

@@ -50,10 +50,12 @@ def states(m: Any, x: Tensor) -> Tensor:
 
 def case(layer: nn.Module, shape: tuple[int, ...], read: Any = spread, width: int = 4) -> Case:
     """A model around one layer, read in one of the ways above."""
-    first = {"conv": nn.Conv2d(2, 4, 2)} if read is normed else {}
-    words = isinstance(layer, nn.Embedding | nn.EmbeddingBag)
-    model = graph(read, layer=layer, out=nn.Linear(width, 2), **first)
-    return Case(model, tokens(*shape) if words else normal(*shape))
+    parts = dict(layer=layer, out=nn.Linear(width, 2))
+    if read is normed:
+        parts["conv"] = nn.Conv2d(2, 4, 2)
+    takes_tokens = isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+    inputs = tokens(*shape) if takes_tokens else normal(*shape)
+    return Case(graph(read, **parts), inputs)
 
 
 PLANES = (5, 2, 4, 4)
@@ -162,12 +164,12 @@ def routed(first: list[float]) -> Case:
 
     def call(m: Any, x: Tensor) -> Tensor:
         choice = (x[:, 0] > 0).long() + (x[:, 0] > 1).long()
-        out = x.new_zeros(len(x), 4)
+        features = x.new_zeros(len(x), 4)
         for expert, layer in enumerate(m.experts):
             rows = (choice == expert).nonzero().flatten()
             if len(rows):
-                out = out.index_put((rows,), torch.tanh(layer(x[rows])))
-        return m.out(out)
+                features = features.index_put((rows,), torch.tanh(layer(x[rows])))
+        return m.out(features)
 
     x = normal(7, 3)
     x[:, 0] = torch.tensor(first, dtype=D)
@@ -209,9 +211,9 @@ def remembering(m: Any, x: Tensor) -> Tensor:
 
 
 def two_modules_one_weight() -> Case:
-    actual = stacked((5, 3), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 2))
-    actual.model[2].weight = actual.model[0].weight
-    return actual
+    case = stacked((5, 3), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 2))
+    case.model[2].weight = case.model[0].weight
+    return case
 
 
 def one_module_two_places() -> Case:
@@ -249,16 +251,21 @@ def unrolled(m: Any, x: Tensor) -> Tensor:
 
 
 def dead_on_the_probe() -> Case:
-    parts = dict(one=nn.Linear(3, 3), out=nn.Linear(3, 2))
-    actual = made(lambda m, x: m.out(F.relu(m.one(x) * (x > 5))), (5, 3), **parts)
-    actual.inputs[1::2] += 9.0
-    return actual
+    def call(m: Any, x: Tensor) -> Tensor:
+        return m.out(F.relu(m.one(x) * (x > 5)))
+
+    case = made(call, (5, 3), one=nn.Linear(3, 3), out=nn.Linear(3, 2))
+    case.inputs[1::2] += 9.0
+    return case
 
 
 def conv_norm(i: int, o: int, kernel: int, activation: Any = None, **shape: Any) -> nn.Sequential:
     """A convolution without a bias, in front of its norm, as vision models have it."""
     conv = nn.Conv2d(i, o, kernel, padding=kernel // 2, bias=False, **shape)
-    return nn.Sequential(conv, nn.BatchNorm2d(o), *([] if activation is None else [activation()]))
+    layers = [conv, nn.BatchNorm2d(o)]
+    if activation is not None:
+        layers.append(activation())
+    return nn.Sequential(*layers)
 
 
 INPLACE = partial(nn.ReLU, inplace=True)

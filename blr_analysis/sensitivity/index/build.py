@@ -82,6 +82,7 @@ class Builder:
     def write_files(self) -> None:
         """Write the files of records that are missing."""
         missing = self.store.missing()
+        ranks.wait()  # no rank writes a file before all have looked for the missing ones
         n_examples = sum(len(self.store.files[name]) for name in missing)
         bytes_of_each = self.projection.sketch.size * self.dtype.itemsize
         check_room(self.store.path / STEM, n_examples * bytes_of_each)

@@ -38,8 +38,8 @@ class Case:
     prior: fam.ExponentialFamily
     factor: inf.Factor
     data: Callable[[int], Any]
-    fields: str
-    posterior: Callable[[Any], tuple[Any, ...]]  # its parameters, by the textbook
+    fields: str  # names of the posterior's parameters
+    posterior: Callable[[Any], tuple[Any, ...]]  # the values of these fields, by the textbook
 
     def fit(self, data: Any) -> inf.Fitted:
         return Conjugate(self.prior, self.factor).fit(data)
@@ -121,26 +121,27 @@ def test_one_step_is_the_textbook_posterior_wherever_it_starts(name: str) -> Non
     elsewhere = case.fit(case.data(30)).q
     for field, expected in zip(case.fields.split(), case.posterior(data), strict=True):
         torch.testing.assert_close(getattr(fitted.q, field), expected, rtol=1e-12, atol=1e-12)
-    told = {k: v.sum(0) for k, v in fitted.sites.items()}
-    same(blr_step(elsewhere, fam.scale(fam.add(fitted.prior.natural, told), -1.0), 1.0), fitted.q)
+    site_sums = {k: v.sum(0) for k, v in fitted.sites.items()}
+    gradient = fam.scale(fam.add(fitted.prior.natural, site_sums), -1.0)
+    same(blr_step(elsewhere, gradient, 1.0), fitted.q)
 
 
 @every
 def test_sequential_equals_batch(name: str) -> None:
-    """And the evidence is the chain of predictives, each of which is scipy's (below)."""
+    """The evidence is the product of the predictives, each of which is scipy's (see below)."""
     case = CASES[name]
     data = CASES[name].data(8)
     q = case.prior
     chain = 0.0
     for i in range(8):
-        one = rows(data, torch.tensor([i]))
-        fitted = Conjugate(q, case.factor).fit(one)
-        chain += float(fitted.predictive(q, one))
+        example = rows(data, torch.tensor([i]))
+        fitted = Conjugate(q, case.factor).fit(example)
+        chain += float(fitted.predictive(q, example))
         q = fitted.q
-    both = case.fit(data)
-    same(q, both.q)
-    assert both.objective == "log evidence"
-    assert both.history == pytest.approx([chain], rel=1e-11)
+    batch = case.fit(data)
+    same(q, batch.q)
+    assert batch.objective == "log evidence"
+    assert batch.history == pytest.approx([chain], rel=1e-11)
 
 
 def test_predictives_equal_scipy() -> None:
@@ -173,20 +174,20 @@ def test_ridge_regression_is_the_mean() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_large_counts_keep_their_digits(dtype: torch.dtype) -> None:
-    """Whatever the prior's precision: against the negative binomial."""
+    """Evidence and left-out predictives are those of the negative binomial."""
     y = torch.poisson(torch.full((20,), 1e5), generator=torch.Generator().manual_seed(0)).to(dtype)
     prior = fam.Gamma(torch.tensor(1.0, dtype=dtype), torch.tensor(1e-5, dtype=dtype))
     fitted = Conjugate(prior, poisson()).fit(y)
     shape = 1.0
     rate = float(prior.rate)
     chain = 0.0
-    for each in y.tolist():
-        chain += stats.nbinom.logpmf(int(each), shape, rate / (rate + 1))
-        shape = shape + each
+    for count in y.tolist():
+        chain += stats.nbinom.logpmf(int(count), shape, rate / (rate + 1))
+        shape = shape + count
         rate = rate + 1
     assert fitted.history[-1] == pytest.approx(chain, abs=1e-5)
-    others = [stats.nbinom.logpmf(int(c), shape - c, (rate - 1) / rate) for c in y.tolist()]
-    torch.testing.assert_close(fitted.left_out(), torch.tensor(others), rtol=0, atol=1e-4)
+    left_out = [stats.nbinom.logpmf(int(c), shape - c, (rate - 1) / rate) for c in y.tolist()]
+    torch.testing.assert_close(fitted.left_out(), torch.tensor(left_out), rtol=0, atol=1e-4)
 
 
 # Exponential weights, online Newton steps and natural gradients of likelihoods.
@@ -266,12 +267,12 @@ def test_a_natural_gradient_by_hand() -> None:
 
 def random_model(seed: int, times: int = 7) -> tuple[inf.StateSpace, Tensor]:
     """Three states, two of them driven by noise; two components observed, some missing."""
-    root, noise, look = draws(3, 2, 3, seed=seed)
+    root, noise, observation = draws(3, 2, 3, seed=seed)
     spread = draws(3, 3, seed=seed + 30)
     model = inf.StateSpace(
         transition=0.6 * draws(3, 3, seed=seed + 40) + torch.eye(3, dtype=F64),
         transition_noise=root.mT @ root,
-        observation=look,
+        observation=observation,
         observation_noise=noise @ noise.mT + 0.3 * torch.eye(2, dtype=F64),
         prior=fam.FullGaussian(spread[0], spread @ spread.mT + 0.2 * torch.eye(3, dtype=F64)),
     )
@@ -284,23 +285,23 @@ def dense(model: inf.StateSpace, data: np.ndarray, upto: int | None = None):
     """Marginal means and covariances of the states, and log p(y), from the joint Gaussian."""
     times = len(data)
     size = len(model.prior.mean)
-    move = model.transition.numpy()
-    driven = np.kron(np.eye(times), model.transition_noise.numpy())
-    driven[:size, :size] = np.linalg.inv(model.prior.precision.numpy())
+    transition = model.transition.numpy()
+    innovations = np.kron(np.eye(times), model.transition_noise.numpy())
+    innovations[:size, :size] = np.linalg.inv(model.prior.precision.numpy())
     # All states from the first and the noises: x_t = Σ_s F^(t−s) ε_s, block by block.
-    powers = [np.linalg.matrix_power(move, t) for t in range(times)]
-    zero = np.zeros_like(move)
+    powers = [np.linalg.matrix_power(transition, t) for t in range(times)]
+    zero = np.zeros_like(transition)
     gather = [[powers[t - s] if s <= t else zero for s in range(times)] for t in range(times)]
     states = np.block(gather)
     mean = states[:, :size] @ model.prior.mean.numpy()
-    covariance = states @ driven @ states.T
+    covariance = states @ innovations @ states.T
     matrix = np.kron(np.eye(times), model.observation.numpy())
     noise = np.kron(np.eye(times), model.observation_noise.numpy())
-    keep = ~np.isnan(data.reshape(-1))
-    keep[len(keep) if upto is None else upto * data.shape[1] :] = False
-    matrix = matrix[keep]
-    noise = noise[np.ix_(keep, keep)]
-    residual = data.reshape(-1)[keep] - matrix @ mean
+    observed = ~np.isnan(data.reshape(-1))
+    observed[len(observed) if upto is None else upto * data.shape[1] :] = False
+    matrix = matrix[observed]
+    noise = noise[np.ix_(observed, observed)]
+    residual = data.reshape(-1)[observed] - matrix @ mean
     marginal = matrix @ covariance @ matrix.T + noise
     gain = np.linalg.solve(marginal, matrix @ covariance).T
     posterior = (covariance - gain @ matrix @ covariance).reshape(times, size, times, size)
@@ -318,7 +319,7 @@ def close(actual: Tensor, expected: np.ndarray, tol: float = 1e-10) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_states_and_likelihood_equal_the_joint_gaussian(seed: int) -> None:
-    """What is smoothed has seen all, what is filtered the past and the present."""
+    """The smoother conditions on all observations, the filter on those up to its time."""
     model, data = random_model(seed)
     fitted = model.fit(data)
     mean, covariance, log_prob = dense(model, data.numpy())
@@ -347,19 +348,20 @@ def test_left_out_and_without_equal_fits_without() -> None:
     fitted = model.fit(data)
     left_out = fitted.left_out()
     for t in range(len(data)):
-        rest = data.clone()
-        rest[t] = math.nan
-        mean, _, log_rest = dense(model, rest.numpy())
+        remaining = data.clone()
+        remaining[t] = math.nan
+        mean, _, log_rest = dense(model, remaining.numpy())
         _, _, log_all = dense(model, data.numpy())
         assert float(left_out[t]) == pytest.approx(log_all - log_rest, abs=1e-9)
         close(fitted.without([t]).mean, mean)
-    rest = data.clone()
-    rest[[0, 2, 6]] = math.nan
-    close(fitted.without([0, 2, 6]).covariance, dense(model, rest.numpy())[1])
+    remaining = data.clone()
+    remaining[[0, 2, 6]] = math.nan
+    close(fitted.without([0, 2, 6]).covariance, dense(model, remaining.numpy())[1])
 
 
 def test_what_is_missing_says_nothing() -> None:
-    """Its sites are zero; all of it leaves a random walk its prior, of variances 1, 2, 3."""
+    """The sites of a missing observation are zero; with none at all a random walk has its prior's
+    variances, 1, 2, 3."""
     model, data = random_model(3)
     sites = model.fit(data).sites
     assert not sites["linear"][3].any()

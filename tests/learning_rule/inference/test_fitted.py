@@ -1,7 +1,7 @@
-"""What every fitted model answers: one contract, and each model inherits it.
+"""What every fitted model answers: one contract for all models.
 
-Each case fits data by its own settings. Oracles of the single models are in the files beside this;
-here fits are held against themselves: fitted again without an example, twice, on broken data.
+Each case fits data by its own settings. The oracles of single models are in the files beside this
+one; here each fit is compared with itself: fitted twice, again without an example, on broken data.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STATES = inf.StateSpace(M, M, M, M, normal(1))
 
 
 def two_coins(mu: Any, heads: Tensor) -> Tensor:
-    """Which of two coins was thrown ten times? Summed over the coin."""
+    """The log-likelihood of ten throws of one of two coins, summed over the coin."""
     up = mu["coin"]["log"]
     down = mu["coin"]["log_complement"]
     return (heads.unsqueeze(1) * up + (10 - heads.unsqueeze(1)) * down).logsumexp(1)
@@ -70,36 +70,38 @@ def skewed(data: Tensor, **settings: Any) -> Fitted:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its data, and what may be asked of it."""
+    """A model, its data, and what the contract asks of it."""
 
     fit: Callable[..., Fitted]  # (data, settings) → fit
     data: Any
     exact: bool = False  # taking examples out is fitting without them
-    steps: int = 30  # no more than so many further steps come near to that
+    steps: int = 30  # otherwise so many further steps come near to that
     bound: bool = True  # the history never falls
-    adds_up: float | None = 1e-9  # λ = λ_prior + Σ λ̃_i, to this
-    most: str | None = "max_iter"  # how to stop after one iteration; None: there is but one
+    adds_up: float | None = 1e-9  # λ = λ_prior + Σ λ̃_i, to this tolerance
+    iterations: str | None = "max_iter"  # the setting that counts them; None: there is but one
 
 
 def once(prior: Any, factor: Any, data: Any) -> Case:
-    return Case(Conjugate(prior, factor).fit, data, exact=True, most=None)
+    return Case(Conjugate(prior, factor).fit, data, exact=True, iterations=None)
 
 
 def seeded(model: Any, **settings: Any) -> Callable[..., Fitted]:
-    def fit(data: Any, **others: Any) -> Fitted:
+    def fit(data: Any, **overrides: Any) -> Fitted:
         generator = torch.Generator().manual_seed(0)
-        return model.fit(data, **{"generator": generator, "tol": 1e-11, **settings, **others})
+        return model.fit(data, **{"generator": generator, "tol": 1e-11, **settings, **overrides})
 
     return fit
 
 
 def started(model: Any) -> Callable[..., Fitted]:
-    """From the same classes, whichever examples are there."""
+    """Every example starts in its own class, whichever examples are there."""
 
-    def fit(data: Tensor, **others: Any) -> Fitted:
-        same = (data[:, None] == CLUSTERS).all(2).double() if isinstance(data, Tensor) else None
-        start = None if same is None else HALVES[same.argmax(1)]
-        return model.fit(data, **{"start": start, "tol": 1e-12, **others})
+    def fit(data: Tensor, **overrides: Any) -> Fitted:
+        start = None
+        if isinstance(data, Tensor):
+            matches = (data[:, None] == CLUSTERS).all(2).double()
+            start = HALVES[matches.argmax(1)]
+        return model.fit(data, **{"start": start, "tol": 1e-12, **overrides})
 
     return fit
 
@@ -111,7 +113,7 @@ HEDGE = fam.CategoricalFamily(torch.zeros(3, dtype=F64))
 DIAGONAL = fam.DiagonalGaussian(torch.zeros(3, dtype=F64), torch.ones(3, dtype=F64))
 TOPICS = partial(inf.LDA(2, local_tol=1e-5).fit, passes=200, batch_size=None, tol=1e-6)
 PROCESS = partial(inf.rbf, variance=4.0)
-PLACE = {"most": None, "bound": False}
+
 CASES = {
     "Bernoulli": once(fam.Beta(2 * ONE, ONE), bernoulli(), LABELS),
     "Poisson": once(GAMMA, inf.poisson(), COUNTS),
@@ -119,8 +121,17 @@ CASES = {
     "Gaussian": once(WISHART, inf.gaussian(), CLUSTERS),
     "regression": once(normal(3), inf.linear(0.25), (X, REAL)),
     "exponential weights": once(HEDGE, inf.experts(4, 0.4), draws(30, 4)),
-    "Kalman": Case(STATES.fit, REAL.unsqueeze(1), exact=True, adds_up=None, **PLACE),
-    "online Newton": Case(inf.OnlineNewton(normal(3), squared, 0.3).fit, (X, REAL), **PLACE),
+    "Kalman": Case(
+        STATES.fit,
+        REAL.unsqueeze(1),
+        exact=True,
+        bound=False,
+        adds_up=None,
+        iterations=None,
+    ),
+    "online Newton": Case(
+        inf.OnlineNewton(normal(3), squared, 0.3).fit, (X, REAL), bound=False, iterations=None
+    ),
     **{
         f"EM, {kind}": Case(started(inf.GaussianMixtureEM(2, kind, 1e-9)), CLUSTERS, adds_up=None)
         for kind in ("full", "diag", "spherical")
@@ -139,7 +150,7 @@ CASES = {
     "mean field": Case(inf.MeanFieldRegression(DIAGONAL).fit, (X, COUNTS)),
     "process": Case(inf.GaussianProcess(PROCESS).fit, (X, LABELS)),
     "sparse process": Case(inf.GaussianProcess(PROCESS, inducing=X[::4]).fit, (X, LABELS)),
-    "topics": Case(TOPICS, DOCUMENTS, adds_up=1e-2, most="passes"),
+    "topics": Case(TOPICS, DOCUMENTS, adds_up=1e-2, iterations="passes"),
     "skew normal": Case(skewed, torch.tensor([0.0, 1.0, 3.0, 2.0], dtype=F64), adds_up=None),
 }
 GONE = [0, 2]
@@ -152,29 +163,28 @@ def fitted_of(name: str) -> Fitted:
 
 @cache
 def rest_of(name: str) -> Fitted:
-    """Fitted again, without some."""
+    """The fit without the examples of GONE."""
     data = CASES[name].data
     if name == "Kalman":
-        less = data.clone()
-        less[GONE] = math.nan
-        return CASES[name].fit(less)
-    kept = [i for i in range(count(data)) if i not in GONE]
-    return CASES[name].fit(rows(data, torch.tensor(kept)))
+        with_gaps = data.clone()
+        with_gaps[GONE] = math.nan
+        return CASES[name].fit(with_gaps)
+    remaining = [i for i in range(count(data)) if i not in GONE]
+    return CASES[name].fit(rows(data, torch.tensor(remaining)))
 
 
 def numbers(q: Any) -> Tensor:
-    """All that a posterior is made of."""
+    """All numbers of a posterior, as one vector."""
     if isinstance(q, dict):
         return torch.cat([numbers(node) for node in q.values()])
     if hasattr(q, "natural") and not hasattr(q, "components"):
         return torch.cat([part.flatten() for part in q.natural.values()])
-    parts = vars(q).values()
-    flat = [numbers(part) if not isinstance(part, Tensor) else part.flatten() for part in parts]
-    return torch.cat(flat)
+    fields = vars(q).values()
+    return torch.cat([x.flatten() if isinstance(x, Tensor) else numbers(x) for x in fields])
 
 
 def broken(data: Any, value: float) -> Any:
-    """The first number of the (first) tensor is this."""
+    """The data with this value as the first number of the (first) tensor."""
     if isinstance(data, tuple):
         return (broken(data[0], value), data[1])
     data = data.double().clone()
@@ -185,7 +195,7 @@ def broken(data: Any, value: float) -> Any:
 @pytest.mark.filterwarnings("error::blr_analysis.learning_rule.inference.NotConverged")
 @pytest.mark.parametrize("name", CASES)
 class TestFittedContract:
-    """What holds for every one of them."""
+    """What holds for the fit of every model."""
 
     def test_it_says_what_it_is(self, name: str) -> None:
         fitted = fitted_of(name)
@@ -209,21 +219,22 @@ class TestFittedContract:
             assert np.diff(history, prepend=history[0]).min() > -1e-9 * (1 + abs(history[-1]))
 
     def test_one_iteration_is_too_few(self, name: str, capfd: Any) -> None:
-        """And a bar shows when it is asked for."""
+        """It warns, and a bar shows with progress=True."""
         case = CASES[name]
-        if case.most is None:
+        if case.iterations is None:
             return
         with pytest.warns(NotConverged, match="raise max_iter"):
-            hasty = case.fit(case.data, progress=False, **{case.most: 1})
+            hasty = case.fit(case.data, progress=False, **{case.iterations: 1})
         assert not hasty.converged
         assert len(hasty.history) == 1
         assert capfd.readouterr().err == ""
-        for wrong, word in (({case.most: 0}, "max_iter must be a positive"), ({"tol": "a"}, "tol")):
-            with pytest.raises(InputError, match=word):
-                case.fit(case.data, **wrong)
+        with pytest.raises(InputError, match="max_iter must be a positive"):
+            case.fit(case.data, **{case.iterations: 0})
+        with pytest.raises(InputError, match="tol"):
+            case.fit(case.data, tol="a")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            case.fit(case.data, progress=True, **{case.most: 2})
+            case.fit(case.data, progress=True, **{case.iterations: 2})
         assert capfd.readouterr().err
 
     def test_prior_and_sites_add_up(self, name: str) -> None:
@@ -232,10 +243,8 @@ class TestFittedContract:
         leaves = torch.utils._pytree.tree_leaves(fitted.sites)
         assert all(len(leaf) == fitted.n_data for leaf in leaves)
         if close is not None:
-            nothing, prior = (
-                numbers(q) for q in (fitted.without(range(len(leaves[0]))), fitted.prior)
-            )
-            torch.testing.assert_close(nothing, prior, rtol=close, atol=close * 30)
+            empty = numbers(fitted.without(range(len(leaves[0]))))
+            torch.testing.assert_close(empty, numbers(fitted.prior), rtol=close, atol=close * 30)
 
     def test_examples_leave_by_index_or_mask_and_once(self, name: str) -> None:
         fitted = fitted_of(name)
@@ -258,54 +267,61 @@ class TestFittedContract:
         assert float((before - left_out).sum()) > 0
         for i in (0, fitted.n_data - 1):
             q = fitted.without([i])
-            one = torch.tensor([i])
-            series = name == "Kalman"
-            expected = fitted.predictive(q, data if series else rows(data, one))
-            expected = expected[one] if series else expected
-            torch.testing.assert_close(left_out[one], expected, rtol=1e-8, atol=1e-8)
+            index = torch.tensor([i])
+            if name == "Kalman":  # predicts an observation within its series
+                expected = fitted.predictive(q, data)[index]
+            else:
+                expected = fitted.predictive(q, rows(data, index))
+            torch.testing.assert_close(left_out[index], expected, rtol=1e-8, atol=1e-8)
 
     def test_taking_out_leads_to_fitting_again(self, name: str) -> None:
-        """At once where it is exact; else the first step is nearer, and the last is there."""
+        """One step is the fit without them where it is exact; elsewhere the first step is nearer
+        to it, and the last is there."""
         fitted = fitted_of(name)
         again = rest_of(name)
         case = CASES[name]
-        *_, last = path = [*fitted.refitted(GONE, steps=1 if case.exact else case.steps)]
+        path = [*fitted.refitted(GONE, steps=1 if case.exact else case.steps)]
         torch.testing.assert_close(numbers(path[0]), numbers(fitted.without(GONE)))
         data = fitted.data
         expected = again.log_predictive(data)
-        far, first, rest = (
-            float((fitted.predictive(q, data) - expected).norm()) for q in (fitted.q, path[0], last)
-        )
+
+        def gap(q: Any) -> float:
+            return float((fitted.predictive(q, data) - expected).norm())
+
+        first_gap = gap(path[0])
+        last_gap = gap(path[-1])
         if case.exact:
             torch.testing.assert_close(numbers(path[0]), numbers(again.q), rtol=1e-9, atol=1e-9)
-            assert rest <= 1e-8
+            assert last_gap <= 1e-8
         else:
-            assert first < far or name == "online Newton"
-            assert rest < 0.1 * far
+            assert first_gap < gap(fitted.q) or name == "online Newton"
+            assert last_gap < 0.1 * gap(fitted.q)
 
     def test_examples_that_come_are_as_those_that_were_there(self, name: str) -> None:
-        """Taken out and added again."""
-        if name == "Kalman":  # they come behind the others
+        """Examples that were taken out and added again lead back to the fit."""
+        if name == "Kalman":  # new observations come behind the others
             return
         fitted = fitted_of(name)
-        rest = rest_of(name)
+        without = rest_of(name)
         case = CASES[name]
-        more = rows(case.data, torch.tensor(GONE))
-        *_, back = rest.refitted(add=more, steps=case.steps)
-        if name not in ("online Newton", "process"):  # sees them last; knows f where it was before
+        examples = rows(case.data, torch.tensor(GONE))
+        *_, restored = without.refitted(add=examples, steps=case.steps)
+        # Online Newton sees the examples last now; a process knows f at its former inputs alone.
+        if name not in ("online Newton", "process"):
             expected = fitted.log_predictive(fitted.data)
-            actual = rest.predictive(back, fitted.data)
+            actual = without.predictive(restored, fitted.data)
             torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
         with pytest.raises(BLRError):
-            list(fitted.refitted(add=broken(more, math.inf)))
+            list(fitted.refitted(add=broken(examples, math.inf)))
 
     def test_numbers_that_are_none_and_no_examples_are_refused(self, name: str) -> None:
         data = CASES[name].data
         wrong = [broken(data, math.inf), rows(data, torch.arange(0)), None]
-        wrong += [broken(data, math.nan)] * (name != "Kalman")  # to which NaN is nothing observed
-        for none in wrong:
+        if name != "Kalman":  # NaN is a missing observation there
+            wrong.append(broken(data, math.nan))
+        for bad in wrong:
             with pytest.raises(BLRError):
-                CASES[name].fit(none)
+                CASES[name].fit(bad)
 
 
 # Fitted itself
@@ -321,17 +337,18 @@ def coin() -> Fitted[fam.Beta]:
 def test_a_fit_answers_as_its_posterior_does() -> None:
     fitted = coin()
     factors = fitted_of("VMP")
-    assert (float(fitted.a), float(fitted.entropy())) == (4.0, float(fitted.q.entropy()))
+    assert float(fitted.a) == 4.0
+    assert float(fitted.entropy()) == float(fitted.q.entropy())
     assert factors["weights"] is factors.q["weights"]
 
 
 def test_many_examples_are_added_up_in_parts() -> None:
     n = 2 * CHUNK + 1
-    many = Conjugate(COIN_PRIOR, bernoulli()).fit(torch.arange(n) % 2)
+    fitted = Conjugate(COIN_PRIOR, bernoulli()).fit(torch.arange(n) % 2)
     ones = n // 2
-    torch.testing.assert_close(many.without(range(n)).natural, COIN_PRIOR.natural)
-    heads = many.left_out()[1::2].unique()
-    tails = many.left_out()[::2].unique()
+    torch.testing.assert_close(fitted.without(range(n)).natural, COIN_PRIOR.natural)
+    heads = fitted.left_out()[1::2].unique()
+    tails = fitted.left_out()[::2].unique()
     assert float(heads) == pytest.approx(math.log(ones / (n + 1)))
     assert float(tails) == pytest.approx(math.log((n - ones) / (n + 1)))
 

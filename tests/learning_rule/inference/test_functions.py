@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -30,9 +32,11 @@ def test_newton_solves_ridge_regression_in_one_step() -> None:
     y = x @ torch.arange(4.0, dtype=F64) + 1
     start = FullGaussian(draws(4), torch.eye(4, dtype=F64))
     rule = VariationalNewton(look="mean", rho=1.0)
-    q = rule.fit(
-        lambda t: 0.5 * ((y - x @ t) ** 2).sum() + t @ t, start, max_iter=2, tol=math.inf
-    ).q
+
+    def loss(t: Tensor) -> Tensor:
+        return 0.5 * ((y - x @ t) ** 2).sum() + t @ t
+
+    q = rule.fit(loss, start, max_iter=2, tol=math.inf).q
     precision = x.T @ x + 2 * torch.eye(4, dtype=F64)
     torch.testing.assert_close(q.precision, precision, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(q.mean, torch.linalg.solve(precision, x.T @ y), rtol=1e-11, atol=0)
@@ -90,54 +94,87 @@ def himmelblau(t: Tensor) -> Tensor:
 
 
 def overlap(means: Tensor, precision: float) -> float:
-    """The affinity ∫√(q_j q_k) to its nearest of a typical component: 1 if they coincide."""
+    """The affinity ∫√(q_j q_k) of a typical component and its nearest: 1 if they coincide."""
     gaps = torch.cdist(means, means).fill_diagonal_(math.inf).amin(1).median()
     return float(torch.exp(-precision * gaps**2 / 8))
 
 
-def beside(known: list[list[float]], means: Tensor) -> Tensor:
-    """How far each minimum is from the nearest of them."""
-    return torch.cdist(torch.tensor(known, dtype=F64), means).amin(1)
+def distances(places: list[list[float]], means: Tensor) -> Tensor:
+    """The distance of each place from the nearest mean."""
+    return torch.cdist(torch.tensor(places, dtype=F64), means).amin(1)
 
 
-# A loss, its minima; how many components begin how far apart, with which precision; the
-# temperatures, the steps, and how near one must come to a minimum.
-CASES: dict[str, tuple[Any, ...]] = {
-    "two wells": (wells, TWO, 4, 0.3, 0.3, (1.0, 0.1), 60, 0.2),
-    "Himmelblau": (himmelblau, HIMMELBLAU, 12, 1.5, 0.1, (10.0, 1.0), 80, 0.3),
+@dataclass(frozen=True)
+class Landscape:
+    """A loss with several minima, and a run that finds them all."""
+
+    loss: Callable[[Tensor], Tensor]
+    minima: list[list[float]]
+    components: int
+    spread: float  # of their starts
+    precision: float
+    temperature: tuple[float, float]  # from, to
+    steps: int
+    near: float  # a mean at this distance has found a minimum
+
+
+CASES = {
+    "two wells": Landscape(
+        wells,
+        TWO,
+        components=4,
+        spread=0.3,
+        precision=0.3,
+        temperature=(1.0, 0.1),
+        steps=60,
+        near=0.2,
+    ),
+    "Himmelblau": Landscape(
+        himmelblau,
+        HIMMELBLAU,
+        components=12,
+        spread=1.5,
+        precision=0.1,
+        temperature=(10.0, 1.0),
+        steps=80,
+        near=0.3,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.slow
 def test_every_minimum_has_a_component_from_overlapping_ones(name: str) -> None:
-    """The components as the rule leaves them, with no descent after it."""
-    loss, known, count, spread, precision, temperature, steps, near = CASES[name]
+    """The components are where the rule leaves them, with no descent after it."""
+    case = CASES[name]
     generator = torch.Generator().manual_seed(0)
-    first = spread * torch.randn(count, len(known[0]), generator=generator, dtype=F64)
-    rule = MultimodalOptimisation(temperature=temperature, n_iter=steps, samples=4)
-    fitted = rule.fit(loss, first, precision=precision, generator=generator, progress=False)
-    assert len(fitted.history) == steps
-    assert overlap(first, precision) > 0.8
-    assert not (beside(known, first) < near).all()
-    assert (beside(known, fitted.q.components.mean) < near).all()
+    size = len(case.minima[0])
+    start = case.spread * torch.randn(case.components, size, generator=generator, dtype=F64)
+    rule = MultimodalOptimisation(temperature=case.temperature, n_iter=case.steps, samples=4)
+    fitted = rule.fit(
+        case.loss, start, precision=case.precision, generator=generator, progress=False
+    )
+    assert len(fitted.history) == case.steps
+    assert overlap(start, case.precision) > 0.8
+    assert not (distances(case.minima, start) < case.near).all()
+    assert (distances(case.minima, fitted.q.components.mean) < case.near).all()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_minima_are_polished_and_counted_once(name: str) -> None:
-    loss, known, *_ = CASES[name]
-    near = torch.tensor([*known, *known[:2]], dtype=F64)
-    actual = minima(loss, near + 0.03 * draws(*near.shape))
-    assert len(actual) == len(known)
-    assert float(beside(known, actual).amax()) < 1e-3
+    case = CASES[name]
+    near = torch.tensor([*case.minima, *case.minima[:2]], dtype=F64)
+    actual = minima(case.loss, near + 0.03 * draws(*near.shape))
+    assert len(actual) == len(case.minima)
+    assert float(distances(case.minima, actual).amax()) < 1e-3
 
 
 def test_the_delta_method_is_newtons_at_each_mean() -> None:
     """One step of one component, by hand: S' = (1 − ρ) S + ρ ∇²ℓ(m) + ½ ρ² G S⁻¹ G."""
     rule = MultimodalOptimisation(look="mean", rho=0.2, n_iter=1)
-    at = torch.ones(1, 1, dtype=F64)
-    parts = rule.fit(wells, at, precision=3.0, progress=False).q.components
+    start = torch.ones(1, 1, dtype=F64)
+    parts = rule.fit(wells, start, precision=3.0, progress=False).q.components
     slope = (1 - 4) * 1 / 2
     bend = (3 - 4) / 2
     change = bend - 3.0
@@ -158,20 +195,20 @@ def test_one_component_is_the_rule_for_one_gaussian() -> None:
     q = rule.fit(quadratic, draws(1, 2), generator=generator, progress=False).q
     assert isinstance(q, GaussianMixture)
     torch.testing.assert_close(q.components.precision[0], scale, rtol=1e-6, atol=1e-6)
-    one = torch.ones(2, dtype=F64)
-    torch.testing.assert_close(q.components.mean[0], one, rtol=1e-6, atol=1e-6)
+    minimum = torch.ones(2, dtype=F64)
+    torch.testing.assert_close(q.components.mean[0], minimum, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("loss", "starts", "place"),
     [
-        (lambda t: (-t[0]).exp(), [0.0, 1.0], None),  # convex without one: steps stay of length 1
-        (lambda t: t[0] - t[0].log(), [3.0, 0.5], 1.0),  # from 3 a step leads to −3, to no number
+        (lambda t: (-t[0]).exp(), [0.0, 1.0], None),  # convex, no minimum: every step has length 1
+        (lambda t: t[0] - t[0].log(), [3.0, 0.5], 1.0),  # a step from 3 leads to −3: log is NaN
         *((lambda t, scale=s: scale * (t[0] - 3) ** 2, [0.0], 3.0) for s in (1e-9, 1.0, 1e9)),
     ],
 )
 def test_a_descent_ends_at_minima_alone(loss: Any, starts: list[float], place: Any) -> None:
-    """Where the loss is finite and at rest, whatever its units."""
+    """They are where the loss is finite and at rest, whatever its units."""
     actual = minima(loss, torch.tensor(starts, dtype=F64).unsqueeze(1))
     expected = torch.empty(0, 1) if place is None else torch.tensor([[place]])
     torch.testing.assert_close(actual, expected.double())

@@ -72,18 +72,18 @@ def test_transform_perplexity_and_history_are_scikit_learns():
     counts = corpus(80)
     held_out = corpus(37, seed=1)
     model = theirs(learning_method="batch", max_iter=1).fit(counts.astype(float))
-    one = partial(LDA(K).fit, counts, passes=1, batch_size=None, progress=False)
-    fitted = one(start=START)
+    one_pass = partial(LDA(K).fit, counts, passes=1, batch_size=None, progress=False)
+    fitted = one_pass(start=START)
     np.testing.assert_allclose(fitted.q.concentration, model.components_, rtol=1e-6)
     np.testing.assert_allclose(fitted.transform(held_out), model.transform(held_out), rtol=1e-5)
     assert fitted.perplexity(held_out) == pytest.approx(model.perplexity(held_out), rel=1e-8)
-    again = one(start=fitted.q)
+    again = one_pass(start=fitted.q)
     assert again.history[0] == pytest.approx(-np.log(model.perplexity(counts)), rel=1e-8)
 
 
 @pytest.mark.parametrize("alpha", [0.5, 2.0])
 def test_in_batches_of_everything_the_elbo_never_falls(alpha):
-    """Where the local step goes to its end."""
+    """Local steps run to their end."""
     lda = LDA(K, doc_topic_prior=alpha, local_tol=1e-9, max_local_iter=2000)
     fitted = lda.fit(corpus(15), passes=12, batch_size=None, progress=False)
     steps = np.diff(fitted.history)
@@ -104,19 +104,19 @@ def settled():
 @pytest.mark.slow
 def test_taking_documents_out_is_the_first_step_of_fitting_the_rest(settled):
     counts, lda, fitted = settled
-    for gone in ([0], [3, 17, 29]):
-        rest = counts[np.setdiff1d(np.arange(40), gone)]
-        expected = lda.step(fitted.q, rest).concentration
-        actual = fitted.without(gone).concentration
+    for left_out in ([0], [3, 17, 29]):
+        remaining = counts[np.setdiff1d(np.arange(40), left_out)]
+        expected = lda.step(fitted.q, remaining).concentration
+        actual = fitted.without(left_out).concentration
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
         moved = (fitted.q.concentration - actual).sum()
-        assert float(moved) == pytest.approx(counts[gone].sum(), rel=1e-9)
+        assert float(moved) == pytest.approx(counts[left_out].sum(), rel=1e-9)
     for_each_word = torch.tensor(counts.toarray()).double()
     torch.testing.assert_close(fitted.sites["log"].sum(1), for_each_word, rtol=1e-9, atol=1e-9)
 
 
 def by_hand(topics: np.ndarray, counts: np.ndarray, alpha: float, gamma: np.ndarray) -> tuple:
-    """The bound of one document, E_q[log β] in it; the same with β integrated; γ; n_w φ_wk."""
+    """Of one document: the bound with E_q[log β], the bound with β integrated out, γ, n_w φ_wk."""
     words = np.flatnonzero(counts)
     n = counts[words]
     psi = special.psi
@@ -134,16 +134,18 @@ def by_hand(topics: np.ndarray, counts: np.ndarray, alpha: float, gamma: np.ndar
     prior = np.full(len(gamma), alpha)
     joint = (n * phi * (logs + theta[:, None])).sum() + ((prior - gamma) * theta).sum()
     entropy = -(n * special.xlogy(phi, phi)).sum()
-    norms = [log_gamma(c).sum() - log_gamma(c.sum()) for c in (prior, gamma)]
-    bound = joint + entropy - norms[0] + norms[1]
+    norm_of_prior = log_gamma(prior).sum() - log_gamma(prior.sum())
+    norm = log_gamma(gamma).sum() - log_gamma(gamma.sum())
+    bound = joint + entropy - norm_of_prior + norm
     sites = n * phi
-    seen = log_gamma(topics[:, words] + sites) - log_gamma(topics[:, words])
-    every = log_gamma(totals + sites.sum(1)) - log_gamma(totals)
-    return bound, bound - (sites * logs).sum() + seen.sum() - every.sum(), gamma, sites
+    of_words = log_gamma(topics[:, words] + sites) - log_gamma(topics[:, words])
+    of_totals = log_gamma(totals + sites.sum(1)) - log_gamma(totals)
+    integrated = bound - (sites * logs).sum() + of_words.sum() - of_totals.sum()
+    return bound, integrated, gamma, sites
 
 
 def test_left_out_documents_by_hand(settled):
-    """Each under λ − λ̃_d, its factors found afresh."""
+    """The bound of each document under λ − λ̃_d, with new factors of its own."""
     matrix, _, fitted = settled
     dense = matrix.toarray().astype(float)
     topics = fitted.q.concentration.numpy()
@@ -151,10 +153,10 @@ def test_left_out_documents_by_hand(settled):
     before = fitted.log_predictive(matrix)
     for d in range(0, 40, 3):
         *_, sites = by_hand(topics, dense[d], 0.25, np.ones(K))
-        less = topics.copy()
-        less[:, np.flatnonzero(dense[d])] -= sites
-        for under, actual in ((topics, before), (less, left_out)):
-            expected = by_hand(under, dense[d], 0.25, np.ones(K))[1]
+        without = topics.copy()
+        without[:, np.flatnonzero(dense[d])] -= sites
+        for concentration, actual in ((topics, before), (without, left_out)):
+            expected = by_hand(concentration, dense[d], 0.25, np.ones(K))[1]
             assert float(actual[d]) == pytest.approx(expected, rel=1e-7)
     assert float((before - left_out).min()) > 0
 
@@ -165,8 +167,16 @@ def test_every_form_of_counts_is_read_alike():
     fit = partial(LDA(2).fit, passes=2, batch_size=5, progress=False)
     dense = torch.tensor(counts.toarray())
     expected = fit(counts)
-    forms = [counts.tocoo(), counts.tocsc(), sp.csr_array(counts.astype(np.uint16)), dense]
-    forms += [dense.to_sparse(), dense.float().to_sparse_csr(), dense.numpy(), dense.tolist()]
+    forms = [
+        counts.tocoo(),
+        counts.tocsc(),
+        sp.csr_array(counts.astype(np.uint16)),
+        dense,
+        dense.to_sparse(),
+        dense.float().to_sparse_csr(),
+        dense.numpy(),
+        dense.tolist(),
+    ]
     for actual in map(fit, forms):
         torch.testing.assert_close(actual.q.concentration, expected.q.concentration)
         assert actual.history == pytest.approx(expected.history, rel=1e-12)

@@ -40,12 +40,11 @@ def started(data: Tensor, covariance: str, k: int, seed: int) -> fam.GaussianMix
     if covariance == "spherical":
         precision = precision.mean(1, keepdim=True).expand_as(precision)
     weights = torch.rand(k, generator=generator, dtype=data.dtype) + 1
-    kind, spread = (
-        (fam.FullGaussian, torch.diag_embed)
-        if covariance == "full"
-        else (fam.DiagonalGaussian, Tensor)
-    )
-    return fam.GaussianMixture(weights / weights.sum(), kind(means, spread(precision)))
+    if covariance == "full":
+        components = fam.FullGaussian(means, torch.diag_embed(precision))
+    else:
+        components = fam.DiagonalGaussian(means, precision)
+    return fam.GaussianMixture(weights / weights.sum(), components)
 
 
 def covariances(q: fam.GaussianMixture, covariance: str) -> np.ndarray:
@@ -97,8 +96,8 @@ def test_online_em_is_the_average_of_expected_statistics() -> None:
 
     draw = seeded(5)
     model = GaussianMixtureEM(3, floor=0.01)
-    how = {"rho": rho, "batch": size, "max_iter": steps}
-    fitted = model.fit(IRIS, start=start, generator=seeded(5), **how)
+    settings = {"rho": rho, "batch": size, "max_iter": steps}
+    fitted = model.fit(IRIS, start=start, generator=seeded(5), **settings)
     weights = start.weights.numpy()
     means = start.components.mean.numpy()
     covs = start.components.covariance.numpy()
@@ -127,14 +126,18 @@ def test_online_em_is_the_average_of_expected_statistics() -> None:
 def test_generalised_em_rises_in_smaller_steps_to_the_same_rest() -> None:
     start = started(WINE, "diag", 2, seed=2)
     model = GaussianMixtureEM(2, "diag", floor=1e-9)
-    whole, part = (model.fit(WINE, start=start, rho=r, tol=1e-10) for r in (1.0, 0.4))
+    whole = model.fit(WINE, start=start, rho=1.0, tol=1e-10)
+    part = model.fit(WINE, start=start, rho=0.4, tol=1e-10)
     assert whole.converged
     assert part.converged
     assert np.diff(part.history).min() > -1e-9
     assert part.history[-1] == pytest.approx(whole.history[-1], abs=1e-5)
     assert part.history[1] < whole.history[1]
-    without = [f.without([0, 5]).components.mean for f in (whole, part)]
-    torch.testing.assert_close(*(m[m[:, 0].argsort()] for m in without), rtol=1e-3, atol=1e-4)
+    expected = whole.without([0, 5]).components.mean
+    actual = part.without([0, 5]).components.mean
+    expected = expected[expected[:, 0].argsort()]
+    actual = actual[actual[:, 0].argsort()]
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("covariance", ["full", "diag", "spherical"])
@@ -207,6 +210,10 @@ def soft(n: int, k: int, seed: int) -> Tensor:
     return torch.softmax(2 * draws(n, k, seed=seed), 1)
 
 
+def close(actual: Tensor, reference: np.ndarray) -> None:
+    np.testing.assert_allclose(actual, reference.reshape(actual.shape), rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("iterations", [1, 4, 40])
 @pytest.mark.parametrize(("k", "columns", "seed"), [(3, 4, 0), (5, 4, 1), (2, 1, 2), (4, 2, 3)])
 def test_message_passing_equals_scikit_learn(
@@ -233,15 +240,13 @@ def test_message_passing_equals_scikit_learn(
     fitted = model.fit(data, start=start, max_iter=iterations, tol=0)
     assert len(fitted.history) >= min(iterations, 10)
     nodes = fitted.q["components"]
-    for actual, reference in (
-        (fitted.q["weights"].concentration, peer.weight_concentration_),
-        (nodes.mean, peer.means_),
-        (nodes.kappa, peer.mean_precision_),
-        (nodes.dof, peer.degrees_of_freedom_),
-        (nodes.rate, peer.covariances_ * peer.degrees_of_freedom_[:, None, None]),
-        (fitted.responsibilities(data), peer.predict_proba(data.numpy())),
-    ):
-        np.testing.assert_allclose(actual, reference.reshape(actual.shape), rtol=1e-6, atol=1e-7)
+    rate = peer.covariances_ * peer.degrees_of_freedom_[:, None, None]
+    close(fitted.q["weights"].concentration, peer.weight_concentration_)
+    close(nodes.mean, peer.means_)
+    close(nodes.kappa, peer.mean_precision_)
+    close(nodes.dof, peer.degrees_of_freedom_)
+    close(nodes.rate, rate)
+    close(fitted.responsibilities(data), peer.predict_proba(data.numpy()))
 
 
 def test_the_bound_rises_and_stays_below_the_evidence() -> None:
@@ -259,7 +264,8 @@ def test_the_bound_rises_and_stays_below_the_evidence() -> None:
         terms.append(term)
     evidence = float(torch.tensor(terms, dtype=F64).logsumexp(0))
     fits = [model.fit(data, start=soft(6, 2, seed), tol=1e-10) for seed in range(8)]
-    assert all(fitted.objective == "ELBO" and fitted.converged for fitted in fits)
+    assert {fitted.objective for fitted in fits} == {"ELBO"}
+    assert all(fitted.converged for fitted in fits)
     best = max(fitted.history[-1] for fitted in fits)
     assert best < evidence < best + 2
 
@@ -303,12 +309,15 @@ def chain() -> tuple[inf.HiddenMarkov, Tensor, inf.Fitted]:
     return model, data, model.fit(data, generator=seed, tol=1e-12, progress=False)
 
 
+def expected_log(concentration: Tensor) -> Tensor:
+    """E[log π] under a Dirichlet."""
+    return concentration.digamma() - concentration.sum(-1, keepdim=True).digamma()
+
+
 def every_path(q: dict, data: Tensor) -> tuple[Tensor, dict, Tensor]:
-    """By enumeration: log-normaliser, expected counts and classes of all series."""
-    start, moves = (
-        c.digamma() - c.sum(-1, keepdim=True).digamma()
-        for c in (q[name].concentration for name in ("initial", "transition"))
-    )
+    """By enumeration of all paths: log-normalisers, expected counts and classes of all series."""
+    start = expected_log(q["initial"].concentration)
+    moves = expected_log(q["transition"].concentration)
     a = q["emission"].shape
     b = q["emission"].rate
     logs = []
@@ -316,16 +325,9 @@ def every_path(q: dict, data: Tensor) -> tuple[Tensor, dict, Tensor]:
     counts = torch.zeros(2, 2).double()
     classes = torch.zeros(*data.shape, 2).double()
     for s, y in enumerate(data):
-        told = y[:, None] * (a.digamma() - b.log()) - a / b - (y[:, None] + 1).lgamma()
+        log_emissions = y[:, None] * (a.digamma() - b.log()) - a / b - (y[:, None] + 1).lgamma()
         paths = list(itertools.product(range(2), repeat=len(y)))
-        weights = torch.stack(
-            [
-                start[path[0]]
-                + sum(told[t, k] for t, k in enumerate(path))
-                + sum(moves[k, j] for k, j in itertools.pairwise(path))
-                for path in paths
-            ]
-        )
+        weights = torch.stack([log_weight(path, start, moves, log_emissions) for path in paths])
         logs.append(torch.logsumexp(weights, 0))
         for path, p in zip(paths, torch.softmax(weights, 0), strict=True):
             starts[path[0]] += p
@@ -334,6 +336,13 @@ def every_path(q: dict, data: Tensor) -> tuple[Tensor, dict, Tensor]:
             for k, j in itertools.pairwise(path):
                 counts[k, j] += p
     return torch.stack(logs), {"initial": starts, "transition": counts}, classes
+
+
+def log_weight(path: tuple, start: Tensor, moves: Tensor, log_emissions: Tensor) -> Tensor:
+    """The unnormalised log-probability of a path of classes."""
+    emissions = sum(log_emissions[t, k] for t, k in enumerate(path))
+    transitions = sum(moves[k, j] for k, j in itertools.pairwise(path))
+    return start[path[0]] + emissions + transitions
 
 
 def test_a_chain_against_the_sum_over_all_paths() -> None:
@@ -358,28 +367,29 @@ def exact_predictive(q: dict, series: Tensor) -> Tensor:
     terms = []
     for path in itertools.product(range(2), repeat=len(series)):
         moves = torch.zeros(2, 2).double()
-        at = torch.eye(2).double()[list(path)]
+        states = torch.eye(2).double()[list(path)]
         for k, j in itertools.pairwise(path):
             moves[k, j] += 1
-        seen = {
-            "initial": {"log": at[0]},
+        sites = {
+            "initial": {"log": states[0]},
             "transition": {"log": moves},
-            "emission": {"log": at.mT @ series, "linear": -at.sum(0)},
+            "emission": {"log": states.mT @ series, "linear": -states.sum(0)},
         }
         term = -torch.lgamma(series + 1).sum()
         for name, node in q.items():
-            after = node.with_natural({k: v + seen[name][k] for k, v in node.natural.items()})
+            after = node.with_natural({k: v + sites[name][k] for k, v in node.natural.items()})
             term = term + (after.log_partition() - node.log_partition()).sum()
         terms.append(term)
     return torch.logsumexp(torch.stack(terms), 0)
 
 
 def test_what_is_foretold_is_a_close_bound() -> None:
-    """Below the sum over all paths, above the bound with θ's own average, and examples leave."""
+    """It lies below the sum over all paths and above the bound with θ's average."""
     model, _, fitted = chain()
     new = torch.tensor([[6, 5, 1, 0], [0, 1, 7, 6]])
     actual = fitted.log_predictive(new)
     exact = torch.stack([exact_predictive(fitted.q, y) for y in new.double()])
     loose = model.local({n: q.expectation for n, q in fitted.q.items()}, new.double())
-    assert bool((loose < actual).all() and (actual < exact).all())
+    assert (loose < actual).all()
+    assert (actual < exact).all()
     assert (exact - actual).max() < 0.2 * (exact - loose).min()

@@ -63,7 +63,7 @@ def skewed(**settings: Any) -> Any:
     return inf.fit_skew_normal(lambda t: -0.5 * t**2, **{"start": LEANING, **settings})
 
 
-def told(y: Tensor, theta: Tensor) -> Tensor:
+def log_likelihood(y: Tensor, theta: Tensor) -> Tensor:
     return -0.5 * (y[:, None] - theta) ** 2
 
 
@@ -79,7 +79,7 @@ def bare(history: Any = (0.0,), data: Any = None) -> Any:
     return inf.Fitted(LEANING, history, "ELBO", data=data)
 
 
-many = inf.MultimodalOptimisation().fit
+multimodal = inf.MultimodalOptimisation().fit
 DATA: list[tuple[Any, str]] = [
     (lambda: inf.Conjugate(BETA, bernoulli()).fit([0, 1]), "real tensor, got list"),
     (lambda: inf.Conjugate(BETA, bernoulli()).fit(Y + 0.5), "y must be 0 or 1; example 0"),
@@ -114,7 +114,7 @@ DATA: list[tuple[Any, str]] = [
     (lambda: GLM.fit((X, Y[1:])), "same length, got 20 and 19"),
     (lambda: GLM.fit((X, Y + 1)), "must lie in 0"),
     (lambda: process(rbf).predict(X[:, :1]), "x has 1 columns"),
-    (lambda: skewed(log_likelihood=told, data=(Y, Y[1:])), "must be N examples"),
+    (lambda: skewed(log_likelihood=log_likelihood, data=(Y, Y[1:])), "must be N examples"),
 ]
 SETTINGS: list[tuple[Any, str]] = [
     (lambda: inf.Conjugate(BETA, bernoulli), r"must be one such as bernoulli\(\)"),
@@ -179,7 +179,7 @@ SETTINGS: list[tuple[Any, str]] = [
     (lambda: skewed(rho=0.0), "rho must be above 0"),
     (lambda: skewed(start=inf.SkewNormal(0 * ONE, 0 * ONE, ONE)), "lean ≠ 0"),
     (lambda: skewed(data=Y), "go together"),
-    (lambda: skewed(log_likelihood=told), "go together"),
+    (lambda: skewed(log_likelihood=log_likelihood), "go together"),
     (lambda: skewed(log_likelihood=lambda y, t: t, data=Y), r"\[20, 2001\].* gave \[2001\]"),
     (lambda: inf.VariationalNewton(rho=2.0), "rho"),
     (lambda: inf.VariationalNewton(look="everywhere"), "look must be one of"),
@@ -191,9 +191,9 @@ SETTINGS: list[tuple[Any, str]] = [
     (lambda: newton(lambda t: t[0].log()), "not finite"),
     (lambda: inf.MultimodalOptimisation(temperature=(1.0, 0.0)), "temperature"),
     (lambda: inf.MultimodalOptimisation(look="quadrature"), "look"),
-    (lambda: many(quartic, torch.zeros(2, 1)), "start at the same place"),
-    (lambda: many(quartic, BOTH, precision=None), "precision must be positive"),
-    (lambda: many(lambda t: torch.log(t[0] - 100), BOTH), "not finite"),
+    (lambda: multimodal(quartic, torch.zeros(2, 1)), "start at the same place"),
+    (lambda: multimodal(quartic, BOTH, precision=None), "precision must be positive"),
+    (lambda: multimodal(lambda t: torch.log(t[0] - 100), BOTH), "not finite"),
     (lambda: inf.minima(quartic, BOTH.long()), "floating-point numbers"),
     (lambda: inf.minima(quartic, BOTH, max_iter=0), "max_iter"),
     (lambda: bare().sites, "no sites"),

@@ -38,8 +38,9 @@ def one_weight(x: list[float], y: list[float], likelihood: str, precision: float
     fitted = model.fit((inputs.unsqueeze(-1), targets), tol=1e-12)
 
     def log_joint(theta: Tensor) -> Tensor:
-        told = fitted.model.likelihood.log_prob(targets, theta.unsqueeze(-1) * inputs).sum(-1)
-        return told + prior.log_prob(theta.unsqueeze(-1))
+        outputs = theta.unsqueeze(-1) * inputs
+        log_likelihood = fitted.model.likelihood.log_prob(targets, outputs).sum(-1)
+        return log_likelihood + prior.log_prob(theta.unsqueeze(-1))
 
     return log_joint, fitted
 
@@ -103,9 +104,9 @@ def test_optimum_by_direct_search(problem: tuple, side: float, reach: tuple) -> 
     assert 0 < evidence - fitted.history[-1] < 0.1 * (evidence - gaussian.history[-1])
 
     def negative(z: np.ndarray) -> float:
-        a = z[1]
-        width = math.hypot(z[1], math.exp(z[2]))
-        q = stats.skewnorm(a / math.exp(z[2]), loc=z[0], scale=width)
+        location, lean, log_std = z
+        width = math.hypot(lean, math.exp(log_std))
+        q = stats.skewnorm(lean / math.exp(log_std), loc=location, scale=width)
         grid = q.mean() + 12 * q.std() * np.linspace(-1, 1, 1001)
         log_q = q.logpdf(grid)
         gap = log_joint(torch.tensor(grid)).numpy() - log_q
@@ -119,7 +120,7 @@ def test_optimum_by_direct_search(problem: tuple, side: float, reach: tuple) -> 
 
 
 def test_the_best_gaussian_is_stationary() -> None:
-    """With no lean the rule cannot find one, which is why such a start is refused."""
+    """From a start without lean the rule cannot find one; therefore such a start is refused."""
     log_joint, gaussian = one_weight(*ONE_EVENT)
     precision = float(gaussian.q.precision)
     q = skew(float(gaussian.q.mean), 0.0, precision)
@@ -141,12 +142,12 @@ def counts_of(data: tuple[Tensor, Tensor], theta: Tensor) -> Tensor:
     return y[:, None] * f - f.exp() - torch.lgamma(y + 1)[:, None]
 
 
-def counts_fit(kept: Any) -> Any:
+def counts_fit(rows: Any) -> Any:
     return fit_skew_normal(
         log_prior,
         skew(0.5, -0.3, 5.0),
         log_likelihood=counts_of,
-        data=(X[kept], Y[kept]),
+        data=(X[rows], Y[rows]),
         rho=1.0,
         tol=1e-12,
         max_iter=5000,
@@ -155,23 +156,24 @@ def counts_fit(kept: Any) -> Any:
 
 @pytest.mark.slow
 def test_left_out_examples_against_fitting_without_them() -> None:
-    """And both against log p(y_i | y_{-i}) of the posterior itself, by numerical integration."""
+    """The refits agree with log p(y_i | y_{-i}) of the exact posterior by numerical integration,
+    and one step is near to them."""
     fitted = counts_fit(slice(None))
     fall = (fitted.log_predictive((X, Y)) - fitted.left_out()).numpy()
     grid = torch.linspace(-8, 8, 40_001, dtype=torch.float64)
-    told = counts_of((X, Y), grid)
+    log_likelihoods = counts_of((X, Y), grid)
     chosen = [1, 3, 5, 7]
-    again = []
+    refitted = []
     exact = []
     for i in chosen:
-        rest = torch.arange(8) != i
-        one = (X[i : i + 1], Y[i : i + 1])
-        again.append(float(counts_fit(rest).log_predictive(one)))
-        others = log_prior(grid) + told[rest].sum(0)
-        exact.append(float((others + told[i]).logsumexp(0) - others.logsumexp(0)))
-    assert np.allclose(again, exact, atol=0.005)
+        others = torch.arange(8) != i
+        example = (X[i : i + 1], Y[i : i + 1])
+        refitted.append(float(counts_fit(others).log_predictive(example)))
+        log_joint = log_prior(grid) + log_likelihoods[others].sum(0)
+        exact.append(float((log_joint + log_likelihoods[i]).logsumexp(0) - log_joint.logsumexp(0)))
+    assert np.allclose(refitted, exact, atol=0.005)
     fall = fall[chosen]
-    truth = fitted.log_predictive((X, Y)).numpy()[chosen] - again
+    truth = fitted.log_predictive((X, Y)).numpy()[chosen] - refitted
     assert truth.max() > 0.2
     assert np.corrcoef(fall, truth)[0, 1] > 0.99
-    assert (np.abs(fall - truth) < 0.6 * truth + 1e-4).all()  # a first step, for want of all
+    assert (np.abs(fall - truth) < 0.6 * truth + 1e-4).all()  # it is the first step alone

@@ -15,17 +15,17 @@ from blr_analysis.learning_rule.optim.blocks import BLOCK, PIECE, blocks
 def test_every_element_is_visited_once_and_in_step(
     counts: list[int], size: int, piece: int
 ) -> None:
-    one = [torch.zeros(count) for count in counts]
-    other = [torch.arange(float(count)) for count in counts]
-    for left, right in blocks([one, other], size=size, piece=piece):
+    sums = [torch.zeros(count) for count in counts]
+    terms = [torch.arange(float(count)) for count in counts]
+    for left, right in blocks([sums, terms], size=size, piece=piece):
         assert sum(view.numel() for view in left) <= max(size, piece)
         assert all(view.numel() <= piece for view in left)
         for view, twin in zip(left, right, strict=True):
             view += twin + 1
-    for left, right in zip(one, other, strict=True):
+    for left, right in zip(sums, terms, strict=True):
         assert torch.equal(left, right + 1)
     (block,) = blocks([[torch.zeros(10, 10).t()], [torch.zeros(10, 10)]], piece=5)
-    assert [column[0].shape for column in block] == [(10, 10), (10, 10)]  # which cannot be cut
+    assert [column[0].shape for column in block] == [(10, 10), (10, 10)]  # no view is flat: uncut
 
 
 @pytest.mark.parametrize("draws", [1, 2])
@@ -50,7 +50,7 @@ def test_threads_change_no_bit(draws: int) -> None:
 
 
 def test_large_noise_is_drawn_in_streams_that_differ() -> None:
-    """Each of N(0, 1/(ess·(hess_init + δ))), none like another, the same after the same seed."""
+    """Every stream is N(0, 1/(ess·(hess_init + δ))); no two are alike, but for the same seed."""
     drawn = []
     for seed in (0, 0, 1):
         param = torch.nn.Parameter(torch.zeros(4 * PIECE))

@@ -31,31 +31,35 @@ def test_nothing_dropped_is_the_row_itself(row: str) -> None:
     assert distance(*ends) == 0
 
 
+def check_draws(optimizer: Dropout, weight: nn.Parameter) -> None:
+    """Whole units are dropped, each with probability 1 − KEEP; afterwards the weight is back."""
+    before = weight.detach().clone()
+    masks = []
+    for _ in range(400):
+        with optimizer.sampled_params():
+            units = (weight != 0).double().movedim(1, 0).flatten(1)
+            assert torch.equal(units, units[:, :1].expand_as(units))
+            masks.append(units[:, 0])
+    assert torch.equal(weight, before)
+    share = torch.stack(masks).mean(0)
+    error = math.sqrt(KEEP * (1 - KEEP) / 400)
+    assert ((share - KEEP).abs() < 4 * error).all()
+
+
 def test_prediction_at_the_mean_and_by_draws() -> None:
-    """Units along the channels of a convolution, too."""
+    """Of a linear layer, and of a convolution, whose units are its channels."""
     model = network()
     before = values(model)
     optimizer = dropout(model, torch.Generator().manual_seed(3), "SGD")
     with optimizer.mean_params():
-        last = model[2].weight
-        expected = [
-            KEEP * b if p is last else b for p, b in zip(model.parameters(), before, strict=True)
-        ]
+        expected = [*before]
+        expected[2] = KEEP * before[2]  # the last layer's weight
         assert distance(values(model), expected) == 0
+    assert torch.equal(model[2].weight, before[2])
+    check_draws(optimizer, model[2].weight)
     kernel = nn.Parameter(torch.ones(3, 4, 2, 2))
-    other = Dropout([kernel], 0.1, keep=KEEP, generator=torch.Generator().manual_seed(3))
-    for seen, weight, kind in ((model[2].weight, before[2], optimizer), (kernel, kernel, other)):
-        kept = []
-        weight = weight.detach().clone()
-        for _ in range(400):
-            with kind.sampled_params():
-                units = (seen != 0).double().movedim(1, 0).flatten(1)
-                assert torch.equal(units, units[:, :1].expand_as(units))
-                kept.append(units[:, 0])
-        assert torch.equal(seen, weight)
-        share = torch.stack(kept).mean(0)
-        error = math.sqrt(KEEP * (1 - KEEP) / 400)
-        assert ((share - KEEP).abs() < 4 * error).all()
+    generator = torch.Generator().manual_seed(3)
+    check_draws(Dropout([kernel], 0.1, keep=KEEP, generator=generator), kernel)
     draw("SGD", optimizer, lambda: loss_of(model, 0))
     optimizer.step()
     with pytest.raises(OptimizerError, match="dropout"):  # no Gaussian

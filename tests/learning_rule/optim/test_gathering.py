@@ -1,4 +1,4 @@
-"""What several draws, several backward passes, and changes of ``p.grad`` make of a step of IVON."""
+"""A step of IVON after several draws, several backward passes, and changes of ``p.grad``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from optimizer_makers import draw, flat, held, loss_of, same, step, trained
+from optimizer_makers import draw, flat, loss_of, same, state_of, step, trained
 from torch import Tensor, nn
 
 from blr_analysis.learning_rule.optim import IVON
@@ -18,49 +18,49 @@ run = partial(trained, stop=0)
 
 
 def usual(name: str, draws: int, steps: int = 3, by: float = 1.0) -> list[Tensor]:
-    """The reference: zero_grad inside the context."""
+    """The reference: the state after steps with zero_grad inside the context."""
     model, optimizer = run(name)
     for _ in range(steps):
         for k in range(draws):
             draw(name, optimizer, lambda k=k: loss_of(model, k) * by)
         optimizer.step()
-    return held(model, optimizer)
+    return state_of(model, optimizer)
 
 
-def assert_close(one: list[Tensor], other: list[Tensor]) -> None:
-    for left, right in zip(one, other, strict=True):
+def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for left, right in zip(actual, expected, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-13)
 
 
 def test_several_backward_passes_in_a_context_add_up() -> None:
     model, optimizer = run("IVON itself")
-    whole, other = run("IVON itself")
+    twin_model, twin = run("IVON itself")
     with optimizer.sampled_params(train=True):
         for k in range(5):  # the five minibatches
             (loss_of(model, k) / 5).backward()
     optimizer.step()
-    step("IVON", other, lambda: sum(loss_of(whole, k) for k in range(5)) / 5)
-    assert_close(held(model, optimizer), held(whole, other))
+    step("IVON", twin, lambda: sum(loss_of(twin_model, k) for k in range(5)) / 5)
+    assert_close(state_of(model, optimizer), state_of(twin_model, twin))
 
 
 @pytest.mark.parametrize("name", IVONS)
-@pytest.mark.parametrize("where", ["never", "before each", "manual"])
-def test_several_contexts_average_wherever_gradients_are_cleared(where: str, name: str) -> None:
+@pytest.mark.parametrize("cleared", ["never", "before each", "manual"])
+def test_several_contexts_average_wherever_gradients_are_cleared(cleared: str, name: str) -> None:
     model, optimizer = run(name)
     for _ in range(3):
         optimizer.zero_grad()
         for k in range(3):
-            if where == "before each":
+            if cleared == "before each":
                 model.zero_grad()
             with optimizer.sampled_params(train=True):
-                if where == "manual":
+                if cleared == "manual":
                     gradients = torch.autograd.grad(loss_of(model, k), [*model.parameters()])
                     for param, gradient in zip(model.parameters(), gradients, strict=True):
                         param.grad = gradient
                 else:
                     loss_of(model, k).backward()
         optimizer.step()
-    assert same(held(model, optimizer), usual(name, 3))
+    assert same(state_of(model, optimizer), usual(name, 3))
 
 
 @pytest.mark.parametrize("way", ["in place", "foreach", "data", "replaced", "unscaled", "inside"])
@@ -94,7 +94,7 @@ def test_clipping_acts_on_gradient_and_curvature(name: str, draws: int, way: str
             divide()
         scaler.step(optimizer)
         scaler.update()
-    assert_close(held(model, optimizer), usual(name, draws, 4, by=0.1))
+    assert_close(state_of(model, optimizer), usual(name, draws, 4, by=0.1))
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
@@ -110,18 +110,18 @@ def test_only_the_failed_or_dropped_draw_is_missing(position: int) -> None:
         else:
             draw("IVON", optimizer, lambda k=number - (number > position): loss_of(model, k))
     optimizer.step()
-    assert same(held(model, optimizer), usual("IVON itself", 2, 1))
+    assert same(state_of(model, optimizer), usual("IVON itself", 2, 1))
     for name in ("IVON itself", "bSAM", "dropout, SGD"):
         model, optimizer = run(name)
-        other, twin = run(name)
+        twin_model, twin = run(name)
         with optimizer.sampled_params(train=True):
             (1e6 * loss_of(model, 0)).backward()
         optimizer.drop_draws()
-        for m, o in ((model, optimizer), (other, twin)):
+        for m, o in ((model, optimizer), (twin_model, twin)):
             o.generator.manual_seed(0)
             draw(name, o, lambda m=m: loss_of(m, 1))
             o.step()
-        assert same(held(model, optimizer), held(other, twin))
+        assert same(state_of(model, optimizer), state_of(twin_model, twin))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -144,7 +144,8 @@ def test_half_precision_weights(dtype: torch.dtype, draws: int) -> None:
         eps.append(noise)
     optimizer.step()
     g = torch.stack(grads).mean(0)
-    h_hat = 24 * 1.0001 * torch.stack([e * x for e, x in zip(eps, grads, strict=True)]).mean(0)
+    products = [e * x for e, x in zip(eps, grads, strict=True)]
+    h_hat = 24 * 1.0001 * torch.stack(products).mean(0)
     h = 0.9 + 0.1 * h_hat + 0.005 * (1 - h_hat) ** 2 / 1.0001
     moved = start.float() - 0.1 * 1.0001 * (g + 1e-4 * start.float()) / (h + 1e-4)
     torch.testing.assert_close(optimizer.state[theta]["hess"], h, rtol=1e-5, atol=1e-6)
@@ -171,10 +172,10 @@ def test_mixed_dtypes_are_trained_side_by_side() -> None:
 
 
 def test_thawed_and_unused_parameters() -> None:
-    """A parameter joins with its first gradient, with a count of steps of its own."""
+    """A parameter joins with its first gradient and counts its own steps."""
     used, frozen, unused = (nn.Parameter(torch.ones(3)) for _ in range(3))
     optimizer = IVON([used, frozen.requires_grad_(False), unused], lr=0.1, ess=10)
-    _ = optimizer.state[unused]  # torch makes an empty entry of a look
+    _ = optimizer.state[unused]  # looking at it makes torch create an empty entry
     for t in range(3):
         frozen.requires_grad_(t == 2)
         with optimizer.sampled_params(train=True):
@@ -189,12 +190,12 @@ def test_thawed_and_unused_parameters() -> None:
 def test_a_gradient_in_some_draws_only_counts_as_zero_in_the_others() -> None:
     for first in (True, False):
         theta = nn.Parameter(torch.zeros(3))
-        other = nn.Parameter(torch.zeros(3))
-        optimizer = IVON([theta, other], lr=0.1, ess=10)
+        always = nn.Parameter(torch.zeros(3))
+        optimizer = IVON([theta, always], lr=0.1, ess=10)
         for has_gradient in (first, not first):
             with optimizer.sampled_params(train=True):
                 optimizer.zero_grad()
-                other.grad = torch.ones(3)
+                always.grad = torch.ones(3)
                 theta.grad = torch.full((3,), 4.0) if has_gradient else None
         assert torch.equal(theta.grad, torch.full((3,), 2.0))
         optimizer.step()

@@ -24,10 +24,13 @@ def train_two_groups(make: Any, draws: int, **options: Any) -> dict[str, Tensor]
     for t in range(50):
         step("", optimizer, lambda t=t: loss_of(model, t), draws)
     if make is IVON:
-        own = {n: [optimizer.state[p][n] for p in model.parameters()] for n in ("hess", "momentum")}
+        states = [optimizer.state[p] for p in model.parameters()]
     else:
-        own = {n: [g[n] for g in optimizer.param_groups] for n in ("hess", "momentum")}
-    return {"weights": flat(model.parameters()), **{n: flat(held) for n, held in own.items()}}
+        states = optimizer.param_groups
+    vectors = {"weights": flat(model.parameters())}
+    for name in ("hess", "momentum"):
+        vectors[name] = flat(state[name] for state in states)
+    return vectors
 
 
 @pytest.mark.parametrize("hess_approx", ["price", "gradsq"])
@@ -52,7 +55,7 @@ def test_agrees_with_ivon_opt(hess_approx: str, draws: int, options: dict[str, A
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.slow
 def test_a_start_by_the_weights_keeps_the_noise_below_them(grouped: bool) -> None:
-    """0.05 of their size at first and, of a loss that says nothing, 0.15 of it in the end."""
+    """Noise is 0.05 of their size at first, and 0.15 of it after a loss without gradients."""
     noise = torch.Generator().manual_seed(0)
     weight = nn.Parameter(0.2 * torch.randn(100, 200, generator=noise))
     bias = nn.Parameter(torch.full((5,), 100.0))
@@ -78,14 +81,14 @@ def test_a_start_by_the_weights_keeps_the_noise_below_them(grouped: bool) -> Non
 def test_steps_set_how_fast_the_start_is_forgotten() -> None:
     param = nn.Parameter(torch.ones(3))
 
-    def beta2(**given: Any) -> float:
-        return IVON([param], lr=0.1, **given).param_groups[0]["beta2"]
+    def beta2(**settings: Any) -> float:
+        return IVON([param], lr=0.1, **settings).param_groups[0]["beta2"]
 
     assert beta2(ess=10) == beta2(ess=10, steps=None) == 0.99999
     assert beta2(ess=10, steps=100, beta2=0.5) == 0.5
     for ess, hess_init in ((4000, 1.0), (4000, 5.0), (40_000, 0.3)):
-        kept = beta2(ess=ess, hess_init=hess_init, steps=10_000) ** 10_000
-        assert (ess * hess_init * kept) ** -0.5 == pytest.approx(0.05, rel=1e-2)
+        weight_of_start = beta2(ess=ess, hess_init=hess_init, steps=10_000) ** 10_000
+        assert (ess * hess_init * weight_of_start) ** -0.5 == pytest.approx(0.05, rel=1e-2)
     assert beta2(ess=1e9, steps=1000) ** 1000 == pytest.approx(math.exp(-5), rel=2e-2)
     assert beta2(ess=1, steps=1000) ** 1000 == pytest.approx(math.exp(-1), rel=2e-2)
     assert beta2(ess=1e9, steps=1) == 0
@@ -94,13 +97,14 @@ def test_steps_set_how_fast_the_start_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{}, {"hess_init": 0.2, "weight_decay": 1e-3}, {"rescale_lr": False}]
+    "settings", [{}, {"hess_init": 0.2, "weight_decay": 1e-3}, {"rescale_lr": False}]
 )
-def test_with_steps_no_weight_moves_further_than_a_twentieth(given: dict[str, Any]) -> None:
-    def moved(**more: Any) -> Tensor:
+def test_with_steps_no_weight_moves_further_than_a_twentieth(settings: dict[str, Any]) -> None:
+    def moved(**bounds: Any) -> Tensor:
         param = nn.Parameter(torch.ones(3, dtype=torch.float64))
         noise = torch.Generator().manual_seed(0)
-        optimizer = IVON([param], lr=20.0, ess=1e9, steps=10**12, generator=noise, **given, **more)
+        options = {**settings, **bounds}
+        optimizer = IVON([param], lr=20.0, ess=1e9, steps=10**12, generator=noise, **options)
         with optimizer.sampled_params(train=True):
             (param * torch.tensor([1e-4, 1.0, -50.0])).sum().backward()
         optimizer.step()
@@ -111,5 +115,5 @@ def test_with_steps_no_weight_moves_further_than_a_twentieth(given: dict[str, An
     torch.testing.assert_close(bounded, free.clamp(-0.05, 0.05), rtol=1e-10, atol=0)
     assert free.abs().max() > 1
     assert 0 < free[0].abs() < 0.05
-    without = IVON([nn.Parameter(torch.ones(3))], lr=20.0, ess=1e9, **given)
+    without = IVON([nn.Parameter(torch.ones(3))], lr=20.0, ess=1e9, **settings)
     assert without.param_groups[0]["clip_radius"] == math.inf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from optimizer_makers import flat
@@ -14,33 +15,38 @@ from blr_analysis.learning_rule.optim import IVON, Mixture
 from blr_analysis.posterior import predict
 
 N = 30.0
+INPUTS = torch.linspace(-1, 1, 8).double().view(4, 2)
+TARGETS = torch.ones(4, 1).double()
 
 
 def pair(far: float) -> tuple[list[nn.Module], list[IVON], Mixture]:
+    """Two networks at a distance ``far``, their optimizers, and the mixture of both."""
     torch.manual_seed(0)
     first = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
     models: list[nn.Module] = [first, copy.deepcopy(first)]
     with torch.no_grad():
         for p in models[1].parameters():
             p += far * torch.randn_like(p)
-    settings = {"lr": 0.05, "ess": N, "weight_decay": 0.1, "beta1": 0.0, "beta2": 0.9}
+    settings: dict[str, Any] = {"lr": 0.05, "ess": N, "weight_decay": 0.1}
+    settings |= {"beta1": 0.0, "beta2": 0.9}
     optimizers = []
-    for k, (m, h) in enumerate(zip(models, (0.7, 0.8), strict=True)):
-        own = {"hess_init": h, "generator": torch.Generator().manual_seed(k)}
-        optimizers.append(IVON(m.parameters(), rescale_lr=False, **settings, **own))
+    for seed, (model, hess_init) in enumerate(zip(models, (0.7, 0.8), strict=True)):
+        generator = torch.Generator().manual_seed(seed)
+        settings |= {"hess_init": hess_init, "generator": generator}
+        optimizers.append(IVON(model.parameters(), rescale_lr=False, **settings))
     return models, optimizers, Mixture(optimizers)
 
 
 def step(models: list[nn.Module], optimizers: list[IVON], mixture: Mixture | None) -> list[Tensor]:
-    """One step of every component; the draws."""
-    x = torch.linspace(-1, 1, 8).double().view(4, 2)
-    y = torch.ones(4, 1).double()
+    """One backward pass of every component; its drawn weights are returned."""
     draws = []
     for k, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
         with optimizer.sampled_params(train=True):
             optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(x), y)
-            (loss if mixture is None else loss + mixture.overlap(k)).backward()
+            loss = nn.functional.mse_loss(model(INPUTS), TARGETS)
+            if mixture is not None:
+                loss = loss + mixture.overlap(k)
+            loss.backward()
             draws.append(flat(model.parameters()))
     return draws
 
@@ -56,12 +62,10 @@ def test_a_step_is_that_of_the_paper() -> None:
     for k, (model, theta) in enumerate(zip(models, draws, strict=True)):
         s = parts.precision[k]
         m = means[k]
-        x = torch.linspace(-1, 1, 8).double().view(4, 2)
-        y = torch.ones(4, 1).double()
-        at = copy.deepcopy(model)
-        nn.utils.vector_to_parameters(theta, at.parameters())
-        nn.functional.mse_loss(at(x), y).backward()
-        loss = N * flat(p.grad for p in at.parameters()) + 0.1 * N * m
+        drawn = copy.deepcopy(model)
+        nn.utils.vector_to_parameters(theta, drawn.parameters())
+        nn.functional.mse_loss(drawn(INPUTS), TARGETS).backward()
+        loss = N * flat(p.grad for p in drawn.parameters()) + 0.1 * N * m
         log_q = q.score(theta)
         # E[∇ log q] and E[∇² log q] by the draw; those of log q_k, −S(θ − m) and −S, cancel there
         gradient = loss + log_q + s * (theta - m)
@@ -83,8 +87,9 @@ def test_far_from_each_other_they_are_a_deep_ensemble() -> None:
         step(alone[0], alone[1], None)
         for optimizer in (*together[1], *alone[1]):
             optimizer.step()
-    ends = [flat(p for m in models for p in m.parameters()) for models, *_ in (together, alone)]
-    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip(together[0], alone[0], strict=True):
+        actual = flat(ours.parameters())
+        torch.testing.assert_close(actual, flat(theirs.parameters()), rtol=1e-12, atol=1e-12)
 
 
 def test_predictions_and_analyses_take_the_mixture() -> None:
@@ -97,11 +102,11 @@ def test_predictions_and_analyses_take_the_mixture() -> None:
     x = torch.randn(int(N), 2).double()
     y = torch.randn(int(N), 1).double()
     task = blr.Task(models[0], (x, y), likelihood="gaussian")
-    both = predict(task, qs, draws=0)
+    mixed = predict(task, qs, draws=0)
     means = [m(x).detach() for m in models]
-    torch.testing.assert_close(both.mean, (means[0] + means[1]) / 2)
+    torch.testing.assert_close(mixed.mean, (means[0] + means[1]) / 2)
     densities = [(-0.5 * (y - f).square()).exp() for f in means]
     expected = -(sum(densities) / 2).log() + 0.5 * torch.log(torch.tensor(2 * torch.pi))
-    torch.testing.assert_close(both.losses, expected.squeeze(1))
+    torch.testing.assert_close(mixed.losses, expected.squeeze(1))
     assert predict(task, qs, draws=3).draws == 6
     assert blr.sensitivity(task, qs).deviation.shape[0] == len(y)

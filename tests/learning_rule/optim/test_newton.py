@@ -1,4 +1,4 @@
-"""Newton's method and Laplace, where the answer is known; its steps are in papers.py."""
+"""Newton's method against closed forms and Laplace; its steps are in optimizer_papers.py."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_the_precision_of_other_parameters_is_forgotten() -> None:
         return 0.5 * (scales * (a - 1) ** 2).sum() + 0.5 * ((b - 2) ** 2).sum()
 
     optimizer = Newton([a, b], lr=0.5)
-    other = Newton([fresh], lr=0.5)
-    for k in range(7):  # the last time the other way round
+    fresh_optimizer = Newton([fresh], lr=0.5)
+    for k in range(7):  # six steps of a, then one of b
         a.requires_grad_(k < 6)
         b.requires_grad_(k == 6)
         optimizer.step(loss)
-    other.step(lambda: 0.5 * ((fresh - 2) ** 2).sum())
+    fresh_optimizer.step(lambda: 0.5 * ((fresh - 2) ** 2).sum())
     torch.testing.assert_close(b, fresh)
 
 

@@ -23,13 +23,13 @@ from blr_analysis.learning_rule.optim import OGN, SLANG, VOGN, NoisyKFAC
 
 B = 6
 X = normal(B, 4)
-SPECIAL = ("forward_never_called", "embedding_sparse")  # run or trained otherwise
-MAY_NOT = ("lstm_with_states", "embedding_bag_offsets")  # examples elsewhere than first
+SPECIAL = ("forward_never_called", "embedding_sparse")  # run or trained in ways of their own
+MAY_NOT = ("lstm_with_states", "embedding_bag_offsets")  # examples are not their first dimension
 
 
 def loss_of(model: nn.Module, x: Any, reduction: str = "mean") -> Tensor:
-    each = (model(x).reshape(len(x), -1) - 0.3).square().sum(1)
-    return each.mean() if reduction == "mean" else each.sum()
+    losses = (model(x).reshape(len(x), -1) - 0.3).square().sum(1)
+    return losses.mean() if reduction == "mean" else losses.sum()
 
 
 def by_hand(model: nn.Module, x: Any, loss: Callable[..., Tensor] = loss_of) -> dict[str, Tensor]:
@@ -37,8 +37,8 @@ def by_hand(model: nn.Module, x: Any, loss: Callable[..., Tensor] = loss_of) -> 
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     total = {name: torch.zeros_like(p) for name, p in params.items()}
     for i in range(len(x)):
-        given = {"allow_unused": True, "materialize_grads": True}
-        grads = torch.autograd.grad(loss(model, x[i : i + 1]), [*params.values()], **given)
+        options = {"allow_unused": True, "materialize_grads": True}
+        grads = torch.autograd.grad(loss(model, x[i : i + 1]), [*params.values()], **options)
         for name, grad in zip(params, grads, strict=True):
             total[name] += grad.square() / len(x)
     return total
@@ -164,7 +164,10 @@ def test_what_cannot_be_read_is_refused_by_name(case: str) -> None:
     ):
         if case == "a part alone":
             model[0](x)
-        (loss_of(model, x) + (loss_of(model, x + 1) if case == "two calls" else 0)).backward()
+        loss = loss_of(model, x)
+        if case == "two calls":
+            loss = loss + loss_of(model, x + 1)
+        loss.backward()
     assert all(map(torch.equal, model.parameters(), before))
     assert not hooks(model)
     with pytest.raises(OptimizerError, match="without a draw"):
@@ -186,37 +189,43 @@ def test_the_graph_of_a_step_is_freed() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 3)).double()
     optimizer = VOGN(model.parameters(), lr=0.1, ess=B, model=model)
 
-    def held() -> int:
+    def alive() -> int:
         """Tensors alive after one more step, and one more context that fails."""
         step("", optimizer, lambda: loss_of(model, X))
         with pytest.raises(RuntimeError, match="stop"), optimizer.sampled_params(train=True):
             loss_of(model, X).backward()
             raise RuntimeError("stop")
         gc.collect()
-        return sum(issubclass(type(actual), Tensor) for actual in gc.get_objects())
+        return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
 
-    held()
-    gc.freeze()  # what stands is not counted, and not visited
-    before = held()
-    assert [held() for _ in range(3)] == [before] * 3
+    alive()
+    gc.freeze()  # objects of before are neither counted nor visited
+    before = alive()
+    assert [alive() for _ in range(3)] == [before] * 3
 
 
 def precision(kind: Any, model: nn.Module, loss: Callable[[], Tensor], ess: float) -> Tensor:
-    """Of q after three steps of an optimizer."""
-    single = kind in (VOGN, OGN)
+    """The precision of q after three steps of an optimizer."""
+    elementwise = kind in (VOGN, OGN)
     noise = torch.Generator().manual_seed(1)
-    given = {"lr": 0.01, "weight_decay": 1.0, "ess": ess, "beta2": 0.5, "generator": noise}
-    optimizer = kind(model.parameters(), model=model, **given) if single else kind(model, **given)
+    settings = {"lr": 0.01, "weight_decay": 1.0, "ess": ess, "beta2": 0.5, "generator": noise}
+    if elementwise:
+        optimizer = kind(model.parameters(), model=model, **settings)
+    else:
+        optimizer = kind(model, **settings)
     for _ in range(3):
         step("", optimizer, loss)
-    q = blr.Posterior.from_optimizer(optimizer, model) if single else optimizer.posterior()
+    if elementwise:
+        q = blr.Posterior.from_optimizer(optimizer, model)
+    else:
+        q = optimizer.posterior()
     return torch.cat([q.precision(n).flatten() for n, _ in model.named_parameters()])
 
 
 @pytest.mark.filterwarnings("ignore::blr_analysis.errors.InitialPrecisionWarning")
 @pytest.mark.parametrize("kind", [VOGN, OGN, NoisyKFAC, SLANG])
 def test_examples_that_the_loss_leaves_out_do_not_count(kind: type) -> None:
-    """Those of ``ignore_index`` beside the others, or the others alone: the same loss and S."""
+    """The loss and S are the same with examples of ``ignore_index`` and without them."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(12, 3, generator=g).double()
     y = torch.randint(2, (12,), generator=g)
@@ -227,16 +236,17 @@ def test_examples_that_the_loss_leaves_out_do_not_count(kind: type) -> None:
         model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
         return precision(kind, model, lambda: F.cross_entropy(model(x), y), 8)
 
-    with pytest.warns(UserWarning, match="ignore_index") as told:
+    with pytest.warns(UserWarning, match="ignore_index") as warned:
         beside = learned(x, ignored)
-    assert len([w for w in told if "ignore_index" in str(w.message)]) == 1
+    messages = [str(warning.message) for warning in warned]
+    assert sum("ignore_index" in message for message in messages) == 1
     alone = learned(x[ignored != -100], y[ignored != -100])
     torch.testing.assert_close(beside, alone, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", [VOGN, NoisyKFAC])
 def test_examples_whose_only_logit_saturates_count(kind: type) -> None:
-    """Torch's gradient of them is exactly 0; softplus keeps what is left of it."""
+    """Torch's gradient of them is exactly 0; that of softplus is small and positive."""
     x = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double()
     x[::3, 0] = 50.0
     ones = torch.ones(12).double()

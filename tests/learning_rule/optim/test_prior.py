@@ -62,13 +62,14 @@ def flat(tree: dict[str, Tensor]) -> Tensor:
 
 
 def gradients(model: nn.Module, theta: Tensor, t: int) -> Tensor:
-    """Of each example of a minibatch, one row for each."""
+    """The gradient of each example of a minibatch, ``[BATCH, P]``."""
     probe = copy.deepcopy(model)
     nn.utils.vector_to_parameters(theta, probe.parameters())
     rows = []
     for x, y in zip(*minibatch(t), strict=True):
         loss = nn.functional.cross_entropy(probe(x[None]), y[None])
-        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, probe.parameters())]))
+        gradient = torch.autograd.grad(loss, probe.parameters())
+        rows.append(torch.cat([g.flatten() for g in gradient]))
     return torch.stack(rows)
 
 
@@ -76,8 +77,10 @@ def gradients(model: nn.Module, theta: Tensor, t: int) -> Tensor:
 def test_ten_steps_written_out(name: str) -> None:
     model = network()
     prior = a_posterior(model)
-    options = {"rescale_lr": False} if name == "IVON" else {}
-    optimizer = make(name, model, prior=prior, beta1=BETA1, **options)
+    if name == "IVON":
+        optimizer = make(name, model, prior=prior, beta1=BETA1, rescale_lr=False)
+    else:
+        optimizer = make(name, model, prior=prior, beta1=BETA1)
     m = flat(dict(model.named_parameters())).clone()
     m0 = flat(dict(prior.mean))
     delta = flat(prior.form.diagonal()) / N
@@ -89,9 +92,12 @@ def test_ten_steps_written_out(name: str) -> None:
         noise = draw / (h + delta).sqrt()
         rows = gradients(model, m + noise, t)
         g = rows.mean(0)
-        estimate = N * (h + delta) * noise * g if name == "IVON" else rows.square().mean(0)
-        gap = estimate - h
-        retraction = (1 - BETA2) ** 2 * gap**2 / (2 * (h + delta)) if name == "IVON" else 0.0
+        if name == "IVON":
+            gap = N * (h + delta) * noise * g - h
+            retraction = (1 - BETA2) ** 2 * gap**2 / (2 * (h + delta))
+        else:
+            gap = rows.square().mean(0) - h
+            retraction = 0.0
         h = h + (1 - BETA2) * gap + retraction
         u = BETA1 * u + (1 - BETA1) * g
         unbiased = u / (1 - BETA1 ** (t + 1)) if optimizer.row.move.debias else u
@@ -111,7 +117,9 @@ def test_around_0_with_one_precision_it_is_weight_decay(name: str) -> None:
     zeros = {n: torch.zeros(s, **TYPE) for n, s in shapes.items()}
     constant = {n: torch.full(s, 3.0, **TYPE) for n, s in shapes.items()}
     prior = blr.Posterior(zeros, constant, prior_precision=3.0, n_data=1)
-    options: dict[str, Any] = {"squares": True, "steps": 8} if name == "IVON" else {}
+    options: dict[str, Any] = {}
+    if name == "IVON":
+        options = {"squares": True, "steps": 8}
     by_posterior = make(name, model, prior=prior, **options)
     by_decay = make(name, twin, weight_decay=3.0 / N, **options)
     train(model, by_posterior, 0, 8)
@@ -134,13 +142,13 @@ def two_batches() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_of_two_batches_it_learns_the_ridge_solution_of_both(name: str) -> None:
-    """OGN's gradients are taken at the mean: it gets there to rounding. The others draw weights,
+    """OGN takes its gradients at the mean and gets there to rounding. The others draw weights,
     whose noise averages out as 1/√t."""
     (x1, y1), (x2, y2) = two_batches()
     first = x1.T @ x1 + torch.eye(4, **TYPE)
     m1 = torch.linalg.solve(first, x1.T @ y1)
-    both = first + x2.T @ x2
-    expected = torch.linalg.solve(both, x1.T @ y1 + x2.T @ y2)
+    precision = first + x2.T @ x2
+    expected = torch.linalg.solve(precision, x1.T @ y1 + x2.T @ y2)
     model = nn.Linear(4, 1, bias=False).double()
     with torch.no_grad():
         model.weight.copy_(m1)
@@ -154,7 +162,7 @@ def test_of_two_batches_it_learns_the_ridge_solution_of_both(name: str) -> None:
             (0.5 * (model(x2)[:, 0] - y2).square()).mean().backward()
         optimizer.step()
     actual = model.weight.detach()[0]
-    deviation = both.inverse().diagonal().sqrt()
+    deviation = precision.inverse().diagonal().sqrt()
     error = ((actual - expected) / deviation).abs().max()
     alone = torch.linalg.solve(x2.T @ x2 + torch.eye(4, **TYPE), x2.T @ y2)
     assert ((alone - expected) / deviation).abs().max() > 1
@@ -189,8 +197,8 @@ def test_a_state_goes_on_with_its_prior(name: str) -> None:
     optimizer = make(name, model, prior=a_posterior(model))
     train(model, optimizer, 0, 3)
     twin = copy.deepcopy(model)
-    other = make(name, twin, prior=a_posterior(twin, seed=6))
-    other.load_state_dict(optimizer.state_dict())
+    resumed = make(name, twin, prior=a_posterior(twin, seed=6))
+    resumed.load_state_dict(optimizer.state_dict())
     train(model, optimizer, 3, 6)
-    train(twin, other, 3, 6)
+    train(twin, resumed, 3, 6)
     assert all(map(torch.equal, model.parameters(), twin.parameters()))

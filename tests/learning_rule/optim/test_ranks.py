@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from optimizer_makers import X, Y, held, make, network
+from optimizer_makers import X, Y, make, network, state_of
 from torch import Tensor, nn
 
 from blr_analysis.learning_rule.optim import IVON
@@ -40,7 +40,8 @@ def draws(ranks: list[int], sync: bool, hess_approx: str) -> dict[str, Tensor]:
     scaler.step(optimizer)
     actual = {f"weight {i}": p.detach() for i, p in enumerate(params)}
     for i in (0, 1):
-        actual |= {f"{name} {i}": optimizer.state[params[i]][name] for name in ("hess", "momentum")}
+        for name in ("hess", "momentum"):
+            actual[f"{name} {i}"] = optimizer.state[params[i]][name]
     assert params[2] not in optimizer.state
     return actual
 
@@ -57,7 +58,7 @@ def parts(ranks: list[int], sync: bool, name: str) -> dict[str, Tensor]:
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(X[rank::2].double()), Y[rank::2]).backward()
         optimizer.step()
-    return {str(k): tensor for k, tensor in enumerate(held(model, optimizer))}
+    return {str(k): tensor for k, tensor in enumerate(state_of(model, optimizer))}
 
 
 CASES: dict[str, Callable[[list[int], bool], dict[str, Tensor]]] = {
@@ -80,7 +81,7 @@ def work(rank: int, folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
 def test_two_processes_are_one_with_both_their_shares(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")  # which imports for all of them
+    context = multiprocessing.get_context("forkserver")  # it imports once for all processes
     context.set_forkserver_preload(["torch._dynamo", "blr_analysis.learning_rule.optim"])
     processes = [context.Process(target=work, args=(rank, str(tmp_path))) for rank in range(WORLD)]
     for process in processes:
@@ -93,12 +94,14 @@ def test_two_processes_are_one_with_both_their_shares(tmp_path: Path) -> None:
         for rank in range(WORLD):
             actual = torch.load(tmp_path / f"{rank}.pt", weights_only=True)[name]
             for key, tensor in expected.items():
-                close = (1e-9, 1e-12) if tensor.dtype == torch.float64 else (1e-6, 1e-7)
-                torch.testing.assert_close(actual[key], tensor, rtol=close[0], atol=close[1])
+                double = tensor.dtype == torch.float64
+                rtol = 1e-9 if double else 1e-6
+                atol = 1e-12 if double else 1e-7
+                torch.testing.assert_close(actual[key], tensor, rtol=rtol, atol=atol)
 
 
 def test_sync_alone_does_nothing() -> None:
     """Without a process group a script with ``sync=True`` runs as without it."""
-    one = draws([0, 1], True, "price")
-    other = draws([0, 1], False, "price")
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    synced = draws([0, 1], True, "price")
+    alone = draws([0, 1], False, "price")
+    assert all(torch.equal(synced[name], alone[name]) for name in synced)

@@ -1,4 +1,4 @@
-"""What cannot be: the call, the error, and a word of it."""
+"""Refusals of the optimizers: a call, its error, and a word of the message."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_makers import BY_CLOSURE, MAKERS, draw, held, make, network, same, trained
+from optimizer_makers import BY_CLOSURE, MAKERS, draw, make, network, same, state_of, trained
 from torch import Tensor, nn
 
 import blr_analysis as blr
@@ -28,13 +28,14 @@ def ivon(**options: Any) -> IVON:
 
 
 def inside(act: Callable[[Any], Any]) -> None:
+    """Acts on an optimizer inside a context of its draw."""
     optimizer = ivon()
     with optimizer.sampled_params():
         act(optimizer)
 
 
 def after(name: str, act: Callable[[Any, Any], Any]) -> None:
-    """After one draw."""
+    """Acts on an optimizer and its model after one draw."""
     model, optimizer = trained(name, stop=0)
     with optimizer.sampled_params(train=True):
         model(torch.ones(3, 4).double()).square().mean().backward()
@@ -58,6 +59,7 @@ def called_backward() -> Tensor:
 
 
 def foreign(name: str, value: Any) -> None:
+    """Loads a state in which one entry has another value."""
     state = copy.deepcopy(graded(torch.ones(2)).state_dict())
     state["state"][0][name] = value
     ivon().load_state_dict(state)
@@ -67,9 +69,9 @@ def saved(name: str) -> Any:
     return trained(name)[1].state_dict()
 
 
-def draws(optimizer: Any, context: str = "sampled_params", **options: Any) -> None:
-    train = [True] if context == "sampled_params" else []
-    getattr(optimizer, context)(*train, **options).__enter__()
+def draws(optimizer: Any, **options: Any) -> None:
+    """Opens a context of a training draw."""
+    optimizer.sampled_params(True, **options).__enter__()
 
 
 def prior(**shapes: int) -> blr.Posterior:
@@ -78,7 +80,7 @@ def prior(**shapes: int) -> blr.Posterior:
 
 
 def unfrozen() -> None:
-    """A parameter that the prior lacks is trained all at once."""
+    """A parameter that the prior lacks was frozen first and is trained now."""
     frozen = param(3).requires_grad_(False)
     optimizer = IVON([param(), frozen], 0.1, 10, prior=prior(w=2))
     frozen.requires_grad_(True)
@@ -88,24 +90,46 @@ def unfrozen() -> None:
 A = nn.Linear(2, 1)
 B = nn.Linear(2, 1)
 OTHER = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)).double()
-SETTINGS = (
-    *(("lr", -0.1), ("lr", "fast"), ("ess", 0.0), ("ess", "many"), ("hess_init", 0.0)),
-    *(("beta1", 1.0), ("beta2", 1.5), ("weight_decay", -1e-4), ("clip_radius", 0.0)),
+BROKEN_OF_IVON = (
+    ("lr", -0.1),
+    ("lr", "fast"),
+    ("ess", 0.0),
+    ("ess", "many"),
+    ("hess_init", 0.0),
+    ("beta1", 1.0),
+    ("beta2", 1.5),
+    ("weight_decay", -1e-4),
+    ("clip_radius", 0.0),
     ("hess_approx", "exact"),
 )
-SIGNS = (
-    *(("lr", 1.5), ("temperature", 0.0), ("floor", -1.0), ("noise", -1.0)),
-    *(("prior", math.nan), ("prior", [torch.ones(3)])),
+BROKEN_OF_BAYESBINN = (
+    ("lr", 1.5),
+    ("temperature", 0.0),
+    ("floor", -1.0),
+    ("noise", -1.0),
+    ("prior", math.nan),
+    ("prior", [torch.ones(3)]),
 )
-NO_ROWS = {"Kalman filter": "no elementwise", "Newton": "newton runs", "STE": "binary runs"}
-NO_ROWS |= {"SAM": "use SAM", "preconditioned SGD": "preconditioned runs"}
-NO_ROWS |= {"diagonal online Newton": "diagonal_newton runs", "natural momentum": "moves runs"}
-NO_ROWS |= {"bSAM": "use BSAM", "adamm": "no row", "VOGN": "model must"}
+NO_ROWS = {
+    "Kalman filter": "no elementwise",
+    "Newton": "newton runs",
+    "STE": "binary runs",
+    "SAM": "use SAM",
+    "preconditioned SGD": "preconditioned runs",
+    "diagonal online Newton": "diagonal_newton runs",
+    "natural momentum": "moves runs",
+    "bSAM": "use BSAM",
+    "adamm": "no row",
+    "VOGN": "model must",
+}
 KINDS = ("IVON", "bSAM", "SLANG", "Newton")
 STATES = (None, 3, {}, torch.optim.Adam([param()]).state_dict())
 INPUT: list[tuple[Callable[[], Any], str]] = [
-    *((lambda n=n, v=v: ivon(**{n: v}), n) for n, v in SETTINGS),
-    *((lambda n=n, v=v: IVON([{"params": [param()], n: v}], 0.1, 10), n) for n, v in SETTINGS),
+    *((lambda n=n, v=v: ivon(**{n: v}), n) for n, v in BROKEN_OF_IVON),
+    *(
+        (lambda n=n, v=v: IVON([{"params": [param()], n: v}], 0.1, 10), n)
+        for n, v in BROKEN_OF_IVON
+    ),
     (lambda: ivon().add_param_group({"params": [param()], "hess_approx": "gradsq"}), "all groups"),
     (lambda: ivon(mc_samples=0), "mc_samples"),
     (lambda: ivon(generator=3), r"torch\.Generator"),
@@ -120,7 +144,7 @@ INPUT: list[tuple[Callable[[], Any], str]] = [
     *((lambda lr=lr: Newton([param()], lr=lr), "lr") for lr in (0, -1, 2, math.nan, None)),
     *(
         (lambda n=n, v=v: optim.BayesBiNN([param()], **{"lr": 0.1, "ess": 9, n: v}), n)
-        for n, v in SIGNS
+        for n, v in BROKEN_OF_BAYESBINN
     ),
     (lambda: optim.STE([param(dtype=torch.half)], 0.1), "float32"),
     (lambda: optim.STE([param()], 0.1, clip=0.0), "clip"),
@@ -193,7 +217,7 @@ OPTIMIZER: list[tuple[Callable[[], Any], str]] = [
     (lambda: after("IVON", lambda o, m: (m.zero_grad(False), draws(o))), "set_to_none"),
     (lambda: after("bSAM", lambda o, m: o.step()), "without its adversary"),
     (lambda: after("bSAM", lambda o, m: draws(o)), "two samples"),
-    (lambda: draws(BSAM([param()], 0.1, 10), "adversarial_params"), "without a sample"),
+    (lambda: BSAM([param()], 0.1, 10).adversarial_params().__enter__(), "without a sample"),
     (lambda: after("SLANG", lambda o, m: draws(o)), "one draw"),
     (lambda: copy.deepcopy(make("SLANG", network())), "copied"),
     (lambda: after("IVON", lambda o, m: copy.deepcopy(o)), "copy the optimizer after"),
@@ -243,11 +267,11 @@ BROKEN = {"lr": math.nan, "ess": -5, "weight_decay": -3, "beta1": 1.0, "hess_ini
 @pytest.mark.parametrize("name", [n for n in MAKERS if n not in BY_CLOSURE])
 def test_a_setting_that_is_broken_later(name: str, setting: str) -> None:
     model, optimizer = trained(name, stop=0)
-    before = held(model, optimizer)
+    before = state_of(model, optimizer)
     optimizer.param_groups[-1][setting] = BROKEN[setting]
     with pytest.raises(InputError, match=f"{setting} must be"):
         draw(name, optimizer, lambda: model(torch.ones(3, 4).double()).square().mean())
-    assert same(held(model, optimizer), before)
+    assert same(state_of(model, optimizer), before)
 
 
 def test_a_schedule_may_end_at_zero_less_rounding() -> None:
@@ -258,8 +282,8 @@ def test_a_schedule_may_end_at_zero_less_rounding() -> None:
 
 def test_every_optimizer_has_its_name() -> None:
     classes = [c for c in vars(optim).values() if isinstance(c, type)]
-    made = {c for c in classes if issubclass(c, RowOptimizer)}
-    assert made - {RowOptimizer} == {*optim.BY_NAME.values()}
+    kinds = {c for c in classes if issubclass(c, RowOptimizer)}
+    assert kinds - {RowOptimizer} == {*optim.BY_NAME.values()}
     assert optim.BY_NAME.items() <= OPTIMIZERS.items()
     assert all(name == kind.__name__.lower() for name, kind in optim.BY_NAME.items())
     assert blr.IVON is optim.IVON

@@ -6,6 +6,7 @@ import pytest
 import torch
 from optimizer_makers import BATCH, N, advance, draw, flat, loss_of, network, whole
 from optimizer_papers import Run, learned
+from torch import Tensor
 
 from blr_analysis.learning_rule.optim import OGGN, SLANG, VOGGN, NoisyKFAC
 
@@ -20,14 +21,15 @@ def test_low_rank_has_the_right_diagonal(kind: type, rows_of: str) -> None:
     diagonal = torch.full_like(flat(model.parameters()), 0.3 * N)
     for t in range(3):
         before = flat(model.parameters())
-        draw(
-            "",
-            optimizer,
-            lambda t=t: (run.seen.append(flat(model.parameters())), loss_of(model, t))[1],
-        )
+
+        def loss(t: int = t) -> Tensor:
+            run.drawn_weights.append(flat(model.parameters()))
+            return loss_of(model, t)
+
+        draw("", optimizer, loss)
         optimizer.step()
-        assert torch.equal(run.seen[-1], before) == (kind is OGGN)
-        rows = getattr(run, rows_of)(run.seen[-1], t)
+        assert torch.equal(run.drawn_weights[-1], before) == (kind is OGGN)
+        rows = getattr(run, rows_of)(run.drawn_weights[-1], t)
         diagonal = 0.8 * diagonal + 0.2 * N / BATCH * rows.square().sum(0)
         torch.testing.assert_close(learned(model, optimizer).diagonal(), diagonal + N * 0.05)
     assert optimizer.posterior().structure == "lowrank"
