@@ -49,8 +49,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models with their data beside them."""
     rows = [{"text": t, "label": i % 3} for i, t in enumerate(TEXTS)]
     places = {}
-    for name, (kind, task, more) in MODELS.items():
-        place = tiny.save(tmp_path_factory.mktemp("model"), tiny.build(kind, task, **more))
+    for name, (kind, task, settings) in MODELS.items():
+        place = tiny.save(tmp_path_factory.mktemp("model"), tiny.build(kind, task, **settings))
         places[name] = write_rows(place / "data.jsonl", rows).parent
     return places
 
@@ -74,9 +74,10 @@ def logits_of(model: Any, tokenizer: Any, text: str) -> tuple[Tensor, Tensor]:
 
 def gradient(model: Any, loss: Tensor) -> dict[str, Tensor]:
     named = dict(model.named_parameters())
-    how = {"retain_graph": True, "materialize_grads": True}
-    actual = torch.autograd.grad(loss, list(named.values()), allow_unused=True, **how)
-    return dict(zip(named, actual, strict=True))
+    gradients = torch.autograd.grad(
+        loss, list(named.values()), retain_graph=True, allow_unused=True, materialize_grads=True
+    )
+    return dict(zip(named, gradients, strict=True))
 
 
 def summed(gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -86,24 +87,24 @@ def summed(gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def empirical(folder: Path) -> dict[str, Tensor]:
     """Σ g², text by text, with the cross-entropy of torch."""
     model, tokenizer = reload(folder)
-    actual = []
+    gradients = []
     for i, text in enumerate(TEXTS):
         logits, ids = logits_of(model, tokenizer, text)
         if logits.ndim == 1:
             loss = F.cross_entropy(logits, torch.tensor(i % 3))
         else:
             loss = F.cross_entropy(logits[:-1], ids[1:], reduction="sum")
-        actual.append(gradient(model, loss))
-    return summed(actual)
+        gradients.append(gradient(model, loss))
+    return summed(gradients)
 
 
 def weighed(model: Any, logits: Tensor) -> list[dict[str, Tensor]]:
     """√p_c g_c of every class at every position: their squares add up to the Fisher."""
-    actual = []
+    rows = []
     for loss in -logits.log_softmax(-1).reshape(-1):
-        g = gradient(model, loss)
-        actual.append({n: x * (-loss / 2).exp().detach() for n, x in g.items()})
-    return actual
+        root_of_probability = (-loss / 2).exp().detach()
+        rows.append({n: x * root_of_probability for n, x in gradient(model, loss).items()})
+    return rows
 
 
 def gap(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
@@ -117,7 +118,9 @@ def gap(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
 
 
 def apart(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
-    return relative(*(torch.cat([t[n].double().flatten() for n in truth]) for t in (ours, truth)))
+    our_numbers = torch.cat([ours[n].double().flatten() for n in truth])
+    true_numbers = torch.cat([t.double().flatten() for t in truth.values()])
+    return relative(our_numbers, true_numbers)
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
@@ -142,10 +145,10 @@ def test_the_empirical_fisher_is_the_sum_of_squared_gradients(
     assert bool(record["tied"]) == bool(tied and record["likelihood"] == "causal_lm")
     assert set(open_precision(tmp_path / "p").stored) >= set(actual)  # as a merge reads it
     numbers = torch.cat([t.flatten() for t in actual.values()])
+    share_of_zeros = int((numbers == 0).sum()) / len(numbers)
     sizes = (len(actual), len(numbers), N, N, 0, 16)
-    zeros = int((numbers == 0).sum())
-    told = (*sizes, zeros / len(numbers), result.seconds)
-    assert result == FisherResult(tmp_path / "p", "fisher_emp", *told)
+    expected = (*sizes, share_of_zeros, result.seconds)
+    assert result == FisherResult(tmp_path / "p", "fisher_emp", *expected)
 
 
 @pytest.mark.slow
@@ -153,16 +156,17 @@ def test_ggn_is_exact_and_sampled_labels_tend_to_it(models: Models, tmp_path: Pa
     """Σ_i Σ_c p_c g_ic²: every label weighed by its probability."""
     bert = models["bert"]
     model, tokenizer = reload(bert)
-    truth = summed([g for t in TEXTS for g in weighed(model, logits_of(model, tokenizer, t)[0])])
+    logits_by_text = [logits_of(model, tokenizer, text)[0] for text in TEXTS]
+    truth = summed([row for logits in logits_by_text for row in weighed(model, logits)])
     on(bert, tmp_path / "ggn", kind="ggn")
     assert gap(stored(tmp_path / "ggn"), truth) < 1e-4
     for samples in (3, 150):
         on(bert, tmp_path / str(samples), samples=samples, seed=3)
-    few, many = (apart(stored(tmp_path / k), truth) for k in ("3", "150"))
-    # 1/√50 of it, but for chance
-    assert many < few / 3
-    assert many < 0.15
-    assert apart(empirical(bert), truth) > 2 * many  # another quantity
+    error_of_few = apart(stored(tmp_path / "3"), truth)
+    error_of_many = apart(stored(tmp_path / "150"), truth)
+    assert error_of_many < error_of_few / 3  # 1/√50 of it, but for chance
+    assert error_of_many < 0.15
+    assert apart(empirical(bert), truth) > 2 * error_of_many  # another quantity
 
 
 def test_sampled_tokens_are_the_models_own(models: Models, tmp_path: Path) -> None:
@@ -182,9 +186,11 @@ def test_labels_are_drawn_by_example_and_seed(name: str, tmp_path: Path, models:
     on(models[name], tmp_path / "one", seed=5)
     on(models[name], tmp_path / "again", tmp_path / "d.txt", seed=5, memory_budget=1)  # one a pass
     on(models[name], tmp_path / "other", seed=6)
-    one, again, other = (stored(tmp_path / out) for out in ("one", "again", "other"))
-    assert gap(one, again) < 1e-5
-    assert gap(one, other) > 1e-3
+    first = stored(tmp_path / "one")
+    again = stored(tmp_path / "again")
+    another_seed = stored(tmp_path / "other")
+    assert gap(first, again) < 1e-5
+    assert gap(first, another_seed) > 1e-3
     assert read_precision_record(tmp_path / "one")["samples"] == 1
 
 
@@ -226,9 +232,9 @@ def test_some_of_the_examples_stand_for_all(models: Models, tmp_path: Path) -> N
     result = on(bert, tmp_path / "some", kind="emp", examples=3, seed=1)
     assert (result.n_data, result.examples) == (N, 3)
     order = torch.randperm(N, generator=torch.Generator().manual_seed(1))[:3].tolist()
-    few = write_rows(tmp_path / "d.jsonl", [{"text": TEXTS[i], "label": i % 3} for i in order])
-    on(bert, tmp_path / "three", few, kind="emp")
-    on(bert, tmp_path / "half", few, kind="emp", dtype=torch.bfloat16)
+    part = write_rows(tmp_path / "d.jsonl", [{"text": TEXTS[i], "label": i % 3} for i in order])
+    on(bert, tmp_path / "three", part, kind="emp")
+    on(bert, tmp_path / "half", part, kind="emp", dtype=torch.bfloat16)
     three = stored(tmp_path / "three")
     half = stored(tmp_path / "half")
     assert all(torch.equal(t.bfloat16(), half[n]) for n, t in three.items())
@@ -259,7 +265,9 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(
 ) -> None:
     """Not one of another seed, which begins again."""
     llama = models["llama"]
-    options: Any = {"structure": structure} | ({} if structure == "gram" else {"memory_budget": 1})
+    options: Any = {"structure": structure}
+    if structure != "gram":
+        options["memory_budget"] = 1
     at = f"out{at}.unfinished"
     follow = storage.Unfinished.follow
     take_up = storage.Unfinished.take_up
@@ -312,23 +320,24 @@ def test_an_adapter_has_the_precision_of_what_it_changes(
         for p in tuned.parameters():
             p.data += p.requires_grad * torch.randn_like(p) / 3
         tuned.save_pretrained(str(place))
-        how = {"kind": "emp", "structure": structure}
-        fisher(place, llama / "data.jsonl", base=llama, **how)
+        fisher(place, llama / "data.jsonl", base=llama, kind="emp", structure=structure)
         whole = tiny.save(tmp_path / f"whole{seed}", tuned.merge_and_unload())
-        fisher(whole, llama / "data.jsonl", **how)
-        ours, truth = (open_precision(p / "precision") for p in (place, whole))
+        fisher(whole, llama / "data.jsonl", kind="emp", structure=structure)
+        ours = open_precision(place / "precision")
+        truth = open_precision(whole / "precision")
         changed = [n for n in truth.source.specs if "q_proj" in n or "down_proj" in n]
         assert changed
         assert set(ours.source.specs) == set(changed)
         for name in changed:
             if "eigenvectors" not in name:
-                a = ours.source.tensor(name)
-                b = truth.source.tensor(name)
-                assert float((a - b).norm()) < 1e-5 * float(b.norm())
-    how = {"precisions": [place / "precision" for place in places], "method": "fisher"}
-    blr.merge(llama, places, out=tmp_path / "out", **how)
+                expected = truth.source.tensor(name)
+                error = ours.source.tensor(name) - expected
+                assert float(error.norm()) < 1e-5 * float(expected.norm())
+    precisions = [place / "precision" for place in places]
+    blr.merge(llama, places, out=tmp_path / "out", precisions=precisions, method="fisher")
+    swapped = places[::-1]
     with pytest.raises(PosteriorError, match="swapped"):
-        blr.merge(llama, places[::-1], out=tmp_path / "no", **how)
+        blr.merge(llama, swapped, out=tmp_path / "no", precisions=precisions, method="fisher")
     with pytest.raises(InputError, match="adapter"):
         fisher(llama, llama / "data.jsonl", base=llama)
 
