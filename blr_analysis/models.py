@@ -26,11 +26,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def checked_model(model: Any) -> nn.Module:
-    """The model, or the one inside a compiled or data-parallel model.
+    """The model itself, without a wrapper of ``torch.compile`` or of data parallelism.
 
     Raises:
-        InputError: no module.
-        ModelError: lazy parameters, or a model that is divided among processes.
+        InputError: the model is no module.
+        ModelError: the model has lazy parameters, or is divided among processes.
     """
     instance("model", model, nn.Module, "a torch.nn.Module")
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
@@ -43,7 +43,7 @@ def checked_model(model: Any) -> nn.Module:
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype of the first parameter of real numbers; float32 without any."""
+    """The dtype of the first floating-point parameter; float32 if there is none."""
     dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
     return next(dtypes, torch.float32)
 
@@ -52,19 +52,23 @@ def find_device(device: str | torch.device) -> torch.device:
     """The device of this name.
 
     Raises:
-        DeviceError: an unknown name, or this machine, or this build of torch, does not have it.
+        DeviceError: the name is unknown, or the machine or this build of torch has no such device.
     """
-    if str(device).split(":")[0] in ("gpu", "nvidia"):
+    means_cuda = str(device).split(":")[0] in ("gpu", "nvidia")
+    if means_cuda:
         raise DeviceError(f'device {device!r} cannot be used here: write "cuda"; "cpu" can')
     with told_as(DeviceError, f"device {device!r} cannot be used here", '"cpu" can'):
         return torch.empty(0, device=device).device  # "cuda" → "cuda:0"
 
 
 def device_for(model: nn.Module, device: str | torch.device | None) -> torch.device:
-    """The device of this name, on which the model must be; None: the device of the model.
+    """The device on which the model is.
+
+    Args:
+        device: the name of a device that the model must be on; None: any.
 
     Raises:
-        DeviceError: no such device, or a parameter on another one.
+        DeviceError: there is no such device, or a parameter is on another one.
     """
     if device is None:
         first = next(model.parameters(), None)
@@ -77,13 +81,13 @@ def device_for(model: nn.Module, device: str | torch.device | None) -> torch.dev
 
 
 class Place(NamedTuple):
-    """A place below a module that holds a parameter or a buffer.
+    """A place in a model that holds a parameter or a buffer.
 
     Attributes:
-        tensors: the dictionary of its module that holds it.
-        attribute: its key there.
+        tensors: the dictionary of parameters (or buffers) of a module in the model.
+        attribute: the key of the tensor in this dictionary.
         tensor: the parameter or buffer.
-        name: its name in the whole model.
+        name: the name of the place in the whole model.
     """
 
     tensors: dict[str, Any]
@@ -93,11 +97,11 @@ class Place(NamedTuple):
 
 
 def parameter_places(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameter at every place below a module, by the place's name; each place stands once.
+    """The parameter at every place in a module, by the name of the place.
 
-    ``functional_call(..., tie_weights=False)`` must be given these. A tied tensor has several
-    places. A module that is registered twice has its places once only, because ``functional_call``
-    would swap them twice and give back the wrong tensors.
+    These are the arguments of ``functional_call(..., tie_weights=False)``. A tied tensor has
+    several places. The places of a module that is registered twice are listed once, because
+    ``functional_call`` would swap them twice and give back the wrong tensors.
     """
     return {
         place.name: place.tensor
@@ -107,7 +111,7 @@ def parameter_places(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _places(module: nn.Module) -> list[Place]:
-    """Every place below a module that holds a parameter or a buffer."""
+    """Every place in a module that holds a parameter or a buffer."""
     places = []
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
@@ -119,7 +123,7 @@ def _places(module: nn.Module) -> list[Place]:
 
 
 class Entry(NamedTuple):
-    """An entry of a dictionary, and the value that it has while a model runs."""
+    """An entry of a dictionary, and its value while a model runs."""
 
     dictionary: dict[str, Any]
     key: str
@@ -130,12 +134,14 @@ class Entry(NamedTuple):
 def running_at(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside, the model has these parameters and buffers, and it can be differentiated.
 
-    Its other tensors are detached. Three things are set so that a backward pass is right:
+    The model's other tensors are detached. Three settings make a backward pass right:
 
-    * Non-reentrant checkpoints run once. They would run again in the backward pass, when the
-      weights are the model's own again.
+    * Non-reentrant checkpoints run once. They would run again in the backward pass, when the model
+      has its own weights again.
     * Recurrent layers run by torch's kernels, because cuDNN's have no backward in eval mode.
     * Gradients of embeddings are dense.
+
+    At the end everything is as it was.
     """
 
     def run_once(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -163,20 +169,22 @@ def running_at(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]
 
 
 def _dense_embeddings(layers: list[nn.Module]) -> list[Entry]:
-    """The settings at which gradients of embeddings are dense."""
+    """The settings that make gradients of embeddings dense."""
     embeddings = [layer for layer in layers if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
     return [Entry(vars(embedding), "sparse", False) for embedding in embeddings]
 
 
 def _tensors_at(model: nn.Module, params: Mapping[str, Tensor]) -> list[Entry]:
-    """The tensor for every place of a model; a tied one is the same at all of its places."""
-    entries: list[Entry] = []
+    """The tensor for every place in a model: the parameter of this name, or the detached tensor.
+
+    A tied tensor has the name of its first place, and all of its places get the same value.
+    """
+    places = _places(model)
+    first_places = {id(place.tensor): place for place in reversed(places)}
     values: dict[int, Tensor] = {}
-    for place in _places(model):
+    for identity, place in first_places.items():
         tensor = place.tensor
-        if id(tensor) not in values:  # the first place of a tied tensor is its name
-            values[id(tensor)] = tensor.detach()
-            if place.name in params:
-                values[id(tensor)] = stored(params[place.name], tensor).to(tensor.device)
-        entries.append(Entry(place.tensors, place.attribute, values[id(tensor)]))
-    return entries
+        values[identity] = tensor.detach()
+        if place.name in params:
+            values[identity] = stored(params[place.name], tensor).to(tensor.device)
+    return [Entry(place.tensors, place.attribute, values[id(place.tensor)]) for place in places]

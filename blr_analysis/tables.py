@@ -49,9 +49,8 @@ from torch import Tensor
 from blr_analysis.errors import InputError
 from blr_analysis.files import drafted
 from blr_analysis.memory_map import REGIONS
+from blr_analysis.sensitivity.influence.results import SHOWN
 from blr_analysis.sensitivity.results import FAULTS, NO_FAULT
-
-TOP = 5  # training examples of either sign in the table of an influence matrix
 
 # One row per example
 
@@ -83,33 +82,42 @@ def frame_of(columns: Mapping[str, Any], metadata: Any = None) -> pd.DataFrame:
     A column with C > 1 values in each row becomes ``name_0`` … ``name_{C−1}``; None becomes NaN. A
     column of metadata whose name is in use gets the suffix ``_metadata``.
     """
-    n = len(next(iter(columns.values())))
+    n_rows = len(next(iter(columns.values())))
     arrays: dict[str, Any] = {}
     for name, values in columns.items():
-        array = _array(np.full(n, np.nan) if values is None else values)
-        parts = array.reshape(n, -1).T if array.ndim > 1 else [array]
-        names = [name] if len(parts) == 1 else [f"{name}_{place}" for place in range(len(parts))]
-        arrays |= dict(zip(names, parts, strict=True))
-    for name, values in (metadata or {}).items():
-        arrays[_free(str(name), arrays)] = [
-            _array(value).tolist() if isinstance(value, Tensor | np.ndarray) else value
-            for value in values
-        ]
+        array = _array(np.full(n_rows, np.nan) if values is None else values)
+        arrays |= _single_columns(name, array)
+    if metadata is not None:
+        for name, values in metadata.items():
+            arrays[_free_name(str(name), arrays)] = [
+                _array(value).tolist() if isinstance(value, Tensor | np.ndarray) else value
+                for value in values
+            ]
     return pd.DataFrame(arrays)
 
 
-def _free(name: str, names: Iterable[str]) -> str:
-    """The name with as many suffixes ``_metadata`` as make it differ from these names."""
+def _single_columns(name: str, array: Any) -> dict[str, Any]:
+    """The columns of an array ``[N]`` or ``[N, …]``, each with one value in a row, by name."""
+    if array.ndim == 1:
+        return {name: array}
+    parts = array.reshape(len(array), -1).T
+    if len(parts) == 1:
+        return {name: parts[0]}
+    return {f"{name}_{place}": part for place, part in enumerate(parts)}
+
+
+def _free_name(name: str, names: Iterable[str]) -> str:
+    """The name, with suffixes ``_metadata`` until it differs from all of these names."""
     while name in names:
         name += "_metadata"
     return name
 
 
 def _memory_map(memory: Any) -> pd.DataFrame:
-    """The table of the scores with the region of each row; error and variance are the map's."""
+    """The table of the scores, with the error, the variance and the region of the memory map."""
     table = memory.scores.table
     if "region" in table:
-        table = table.rename(columns={"region": _free("region", table)})
+        table = table.rename(columns={"region": _free_name("region", table)})
     last_score = "leverage" if "leverage" in table else "self_influence"
     place = list(table).index(last_score) + 1
     table = table.assign(error=memory.error.numpy(), variance=memory.variance.numpy())
@@ -142,8 +150,7 @@ def _suspicions(suspicions: Any) -> pd.DataFrame:
     …             the user's metadata; a name from above gets the suffix ``_metadata``
     ============= ========================================================== ===============
 
-    ``table.attrs["note"]`` says how far to trust the table, and why no label is called wrong, if
-    none is.
+    ``table.attrs["note"]`` says how far to trust the table, and if no label is called wrong, why.
     """
     table = example_table(suspicions)
     table = table.assign(kind=pd.Categorical(suspicions.kind, [*FAULTS, NO_FAULT]))
@@ -203,10 +210,10 @@ def _matches(top: Any) -> pd.DataFrame:
 
     ``table.attrs["note"]`` names the curvature of the influences, if it is not the posterior's.
     """
-    has_own_sign = torch.cat(top.own_sign, dim=1)
-    test, place = has_own_sign.nonzero().unbind(1)
-    train = torch.cat([top.helpful, top.harmful], dim=1)[has_own_sign]
-    values = torch.cat([top.helpful_values, top.harmful_values], dim=1)[has_own_sign]
+    has_right_sign = torch.cat(top.has_right_sign, dim=1)
+    test, place = has_right_sign.nonzero().unbind(1)  # places of helpful ones are below k
+    train = torch.cat([top.helpful, top.harmful], dim=1)[has_right_sign]
+    values = torch.cat([top.helpful_values, top.harmful_values], dim=1)[has_right_sign]
     columns: dict[str, Any] = {
         "test": test,
         "effect": np.where(place >= top.k, "harmful", "helpful"),
@@ -228,8 +235,8 @@ def _matches(top: Any) -> pd.DataFrame:
 
 
 def _strongest(influence: Any) -> pd.DataFrame:
-    """The table of the :data:`TOP` most helpful and most harmful examples of each test example."""
-    return influence.top(min(TOP, len(influence))).table
+    """The table of the few examples that help, or harm, each test example most."""
+    return influence.top(min(SHOWN, len(influence))).table
 
 
 def _group_influence(influence: Any) -> pd.DataFrame:
@@ -238,13 +245,13 @@ def _group_influence(influence: Any) -> pd.DataFrame:
     The influence is the rise of the mean test loss without the group, in nats. The last column is
     the influence divided by n.
     """
-    rises = _array(influence.mean)
+    mean_rises = _array(influence.mean)
     sizes = _array(influence.sizes)
     columns = {
         "group": list(influence.groups),
         "n": sizes,
-        "influence": rises,
-        "influence_per_example": rises / sizes,
+        "influence": mean_rises,
+        "influence_per_example": mean_rises / sizes,
     }
     return pd.DataFrame(columns)
 
@@ -273,28 +280,29 @@ def _by_class(result: Any) -> pd.DataFrame:
     table: Any = groups.mean()
     table.insert(1, "n", groups.size()["size"])
     has_classes = result.after.correct is not None
-    if has_classes:  # a difference of trainings can lead below 0
+    if has_classes:
+        # The loss after is the loss before plus an estimated change, which can lead below 0.
         table["nll_after"] = table["nll_after"].clip(lower=0.0)
     return table
 
 
-def _groups(groups: Any) -> pd.DataFrame:
+def _removed_groups(result: Any) -> pd.DataFrame:
     """One row per group that was taken out, with nll_change and accuracy_change (after − before).
 
     A positive nll_change means that the model became worse, a positive accuracy_change that it
     became better. Each change stands behind the column that it explains.
     """
-    table = pd.DataFrame(list(groups.rows))
+    table = pd.DataFrame(list(result.rows))
     for measure in ("nll", "accuracy"):
         before = f"{measure}_before"
         after = f"{measure}_after"
         table[[before, after]] = table[[before, after]].astype(np.float64)
-        behind_after = list(table).index(after) + 1
-        table.insert(behind_after, f"{measure}_change", table[after] - table[before])
+        place = list(table).index(after) + 1
+        table.insert(place, f"{measure}_change", table[after] - table[before])
     return table
 
 
-# What holds its rows, or one for each of its parts
+# Results that have rows already, or parts that become rows
 
 
 def _rows(result: Any) -> pd.DataFrame:
@@ -455,7 +463,7 @@ TABLES = {
     "Influence": _strongest,
     "GroupInfluence": _group_influence,
     "ByClass": _by_class,
-    "GroupRows": _groups,
+    "GroupRows": _removed_groups,
     "Monitor": _rows,
     "PriorSelection": _rows,
     "GradientMismatch": _rows,

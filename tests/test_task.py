@@ -20,6 +20,7 @@ from torch.utils import data as tud
 
 import blr_analysis as blr
 from blr_analysis.data import read_data
+from blr_analysis.data.examples import evenly_spread
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.likelihoods import Gaussian
 from blr_analysis.task import Task
@@ -325,3 +326,10 @@ def test_datasets_and_logits_in_a_dict() -> None:
     ]
     with pytest.raises(InputError, match="Categorical"):
         tasks[0].with_model(tasks[1])
+
+
+@pytest.mark.parametrize("n_data", [1, 5, 100, 2**24 + 4])
+def test_examples_spread_evenly_reach_from_the_first_to_the_last(n_data: int) -> None:
+    indices = evenly_spread(n_data, 8).tolist()
+    assert (indices[0], indices[-1]) == (0, n_data - 1)
+    assert len(indices) == min(8, n_data)

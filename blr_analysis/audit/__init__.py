@@ -21,7 +21,7 @@ from __future__ import annotations
 from blr_analysis.audit.findings import Findings, check_auditable, check_column, investigate
 from blr_analysis.audit.pictures import write, write_picture, write_text
 from blr_analysis.audit.sections import Section, sections
-from blr_analysis.audit.text import in_text, written
+from blr_analysis.audit.text import in_text, list_of_files
 
 __all__ = [
     "Findings",
@@ -30,9 +30,9 @@ __all__ = [
     "check_column",
     "in_text",
     "investigate",
+    "list_of_files",
     "sections",
     "write",
     "write_picture",
     "write_text",
-    "written",
 ]

@@ -10,12 +10,13 @@ from rich.console import Group, RenderableType
 from blr_analysis.audit.sections import Section
 from blr_analysis.terminal import grid, note, section
 
-MAX_ROWS = 20
+MAX_ROWS = 20  # of each section's table
 
 
 def in_text(*sections: Section, max_rows: int = MAX_ROWS) -> RenderableType:
     """The sections, one below the other, with the first ``max_rows`` rows of their tables."""
-    return Group(*(section(part.title, part.lead, *_body(part, max_rows)) for part in sections))
+    parts = [section(part.title, part.lead, *_body(part, max_rows)) for part in sections]
+    return Group(*parts)
 
 
 def _body(part: Section, max_rows: int) -> Iterable[RenderableType]:
@@ -24,10 +25,11 @@ def _body(part: Section, max_rows: int) -> Iterable[RenderableType]:
         yield grid({name: list(values)[:max_rows] for name, values in part.columns.items()})
         if len(part.rows) > max_rows:
             yield note(f"The {max_rows} largest of {len(part.rows)}; the table has them all.")
-    yield from map(note, (*part.notes, *part.details))
+    for sentence in (*part.notes, *part.details):
+        yield note(sentence)
 
 
-def written(folder: Path, files: Iterable[Path]) -> RenderableType:
-    """The names of the files that were written."""
+def list_of_files(folder: Path, files: Iterable[Path]) -> RenderableType:
+    """The section "Written": a folder, and the names of the files that were written there."""
     names = ", ".join(dict.fromkeys(path.name for path in files))
     return section("Written", f"{folder}: {names}")

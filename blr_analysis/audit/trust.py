@@ -7,7 +7,7 @@ from blr_analysis.audit.section import Section, percent, two_digits
 from blr_analysis.posterior import Posterior
 from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.posterior.notes import SATURATED
-from blr_analysis.posterior.recognition import elsewhere
+from blr_analysis.posterior.recognition import warning_of_other_weights
 from blr_analysis.posterior.stationarity import with_stationarity
 from blr_analysis.task import Task
 
@@ -100,7 +100,7 @@ def warnings(task: Task, posterior: Posterior, findings: Findings | None) -> lis
         sentences.append(f"The test data are unlike the training data: {findings.unlike}")
     if findings is not None:
         sentences += classes_without_examples(findings)
-    warning = elsewhere(task, posterior)
+    warning = warning_of_other_weights(task, posterior)
     if warning:
         sentences.append(f"{warning[0].upper()}{warning[1:]}.")
     if posterior.saturated > 0.5:

@@ -22,6 +22,7 @@ from blr_analysis.backprop.record import (
     rounding,
     watched,
 )
+from blr_analysis.data.examples import evenly_spread
 from blr_analysis.data.outputs import check_rows
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.task import ModelAt, Task
@@ -202,7 +203,7 @@ def shortest_and_longest(task: Task, probe: Tensor) -> Tensor | None:
     """
     if task.examples.is_tensors:
         return None
-    spread = torch.linspace(0, task.n_data - 1, EXAMPLES_TO_MEASURE).long()
+    spread = evenly_spread(task.n_data, EXAMPLES_TO_MEASURE)
     candidates = torch.cat([probe, spread]).unique()
     sizes = [batch_numbers(task.fetch(index)) for index in candidates.split(1)]
     if min(sizes) == max(sizes):

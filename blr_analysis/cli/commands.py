@@ -152,7 +152,7 @@ def audit(
       blr-analysis what-if train.py:make_task --decisions decisions.csv
     """
     from blr_analysis import ranks
-    from blr_analysis.audit import check_column, in_text, investigate, sections, written
+    from blr_analysis.audit import check_column, in_text, investigate, list_of_files, sections
     from blr_analysis.cli.facts import facts_of_audit
 
     column = None if by == "none" else by
@@ -176,7 +176,7 @@ def audit(
         print_json({**facts_of_audit(findings), "files": [str(file) for file in files]})
         return
     show(summary)
-    show(written(folder, files))
+    show(list_of_files(folder, files))
 
 
 def write_audit(

@@ -181,12 +181,12 @@ class Source:
             sampled: whether a fit looks at a sample of sequences.
         """
         from blr_analysis.posterior import Posterior
-        from blr_analysis.posterior.recognition import elsewhere
+        from blr_analysis.posterior.recognition import warning_of_other_weights
         from blr_analysis.sensitivity import calibrate
 
         if self.posterior is not None:
             posterior = Posterior.load(self.posterior)
-            if other_weights := elsewhere(task, posterior.on(task)):
+            if other_weights := warning_of_other_weights(task, posterior.on(task)):
                 say(f"note: {other_weights}")
         else:
             posterior = self._fitted(task, say, unfinished, sampled=sampled)

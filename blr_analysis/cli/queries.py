@@ -61,9 +61,11 @@ def new_labels(texts: list[str], task: Task, posterior: Posterior) -> dict[int, 
 def number_or_name(text: str) -> int | float | str:
     """A number where the text reads as one; else the text, which names a class.
 
-    >>> [number_or_name(text) for text in ("2", "-0.5", "cat", "--2", "2²")]
-    [2, -0.5, 'cat', '--2', '2²']
+    >>> [number_or_name(text) for text in ("2", "-0.5", "cat", "--2", "2²", "1_2")]
+    [2, -0.5, 'cat', '--2', '2²', '1_2']
     """
+    if "_" in text:  # Python would read 1_2 as 12
+        return text
     for number_type in (int, float):
         with suppress(ValueError):
             return number_type(text)

@@ -159,6 +159,17 @@ def _differ(names: Sequence[str] | None, other_names: Sequence[str] | None) -> b
     return names != other_names
 
 
+def evenly_spread(n_data: int, count: int) -> Tensor:
+    """Sorted indices of at most ``count`` of n_data examples, from the first to the last.
+
+    >>> evenly_spread(101, 5)
+    tensor([  0,  25,  50,  75, 100])
+    """
+    last = n_data - 1
+    places = torch.linspace(0, last, min(count, n_data)).long()
+    return places.clamp_max(last).unique()  # float32 may round an index above 2**24 upwards
+
+
 def content_of(batch: Any) -> bytes:
     """The content of a batch of any kind as bytes: names, shapes, numbers and texts."""
     parts = [describe(batch).encode()]

@@ -12,7 +12,7 @@ import torch
 import torch.utils.data as tud
 from torch import Tensor
 
-from blr_analysis.data.examples import Examples, content_of
+from blr_analysis.data.examples import Examples, content_of, evenly_spread
 from blr_analysis.data.row_labels import row_labels
 from blr_analysis.errors import DataError, told_as
 from blr_analysis.padding import Padding
@@ -52,8 +52,7 @@ def _check_same_when_reread(examples: Examples) -> None:
         first_reading = content_of(examples.batch(indices))
         return content_of(examples.batch(indices)) != first_reading
 
-    n = len(examples)
-    probe = torch.linspace(0, n - 1, min(n, REREAD_EXAMPLES), dtype=torch.float64).long()
+    probe = evenly_spread(len(examples), REREAD_EXAMPLES)
     if not differs(probe):
         return
     changing = [int(index) for index in probe if differs(index.reshape(1))]

@@ -66,7 +66,7 @@ def run(
         say("writing the page")
         page = write_page(findings, folder / "report.html", truth=truth)
         files.append(page)
-    show(Group(results, audit.written(folder, files)), console)
+    show(Group(results, audit.list_of_files(folder, files)), console)
     for line in _next_steps(folder, page):
         console.print(Text(line), soft_wrap=True)
     return findings, truth

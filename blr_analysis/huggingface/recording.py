@@ -23,19 +23,20 @@ from blr_analysis.recipe import Recipe
 from blr_analysis.schedules import schedule_of_factors
 from blr_analysis.sensitivity import Monitor
 
-MUCH_MEMORY = 2**30  # bytes; a warning says so if checkpoints in memory take more
-PLAIN = (bool, int, float, str, list, tuple)  # types of settings that a recipe repeats
-SPEED = {"foreach", "fused", "capturable", "differentiable"}  # settings that change no step
-ONE_STEP = 0.999  # less than this is rounding in a fraction of an epoch
-LOGGED = ("loo_nll", "loo_accuracy", "test_nll", "test_accuracy")  # of a monitor, for trainers
+MUCH_MEMORY = 2**30  # bytes; the user is warned if checkpoints in memory take more
+REPEATED_TYPES = (bool, int, float, str, list, tuple)  # types of settings that a recipe repeats
+SPEED_SETTINGS = {"foreach", "fused", "capturable", "differentiable"}  # they change no step
+ALMOST_A_STEP = 0.999  # steps; smaller differences are rounding in a fraction of an epoch
+LOGGED = ("loo_nll", "loo_accuracy", "test_nll", "test_accuracy")  # a monitor's, for trainers
 
 
 class RecordedTraining:
     """The base of callbacks that keep a training's checkpoints and its recipe.
 
     Args:
-        checkpoints: made by the user; None: the callback makes them when training begins.
-        structure: of the posterior that is recorded meanwhile, as in :class:`Checkpoints`.
+        checkpoints: those that the user made; None: the callback makes them when training begins.
+        structure: the structure of the posterior that is recorded during training, as in
+            :class:`Checkpoints`.
     """
 
     def __init__(
@@ -46,13 +47,13 @@ class RecordedTraining:
         self.checkpoints = checkpoints
         self._user_checkpoints = checkpoints
         self._recipe: Recipe | None = None
-        self._rate_factors: dict[int, float] = {}  # by step
+        self._rate_factors: dict[int, float] = {}  # learning rate over the initial one, by step
 
     @property
     def recipe(self) -> Recipe | None:
-        """The training up to the weights that it ends with.
+        """The recipe of the training, up to the weights that it ends with.
 
-        None before its end, and for an optimizer that recipes have no name for.
+        None before the end, and if a recipe cannot name the optimizer.
         """
         if self._recipe is None:
             return None
@@ -70,19 +71,20 @@ class RecordedTraining:
         steps: int | None,
         folder: Path | None = None,
     ) -> None:
-        """Prepare the checkpoints, before the first step or the first after a resumption.
+        """Prepare the checkpoints, before the first step of a new or a resumed training.
 
-        None are kept of a model whose weights are divided among processes.
+        A model whose weights are divided among processes gets no checkpoints.
 
         Args:
-            steps_done: steps of an earlier run that is resumed; else 0.
-            steps: of the whole training; None: their number is unknown.
+            steps_done: the steps that an earlier run made, if it is resumed; else 0.
+            steps: the steps of the whole training; None: their number is unknown.
             folder: where the checkpoints are written; None: they stay in memory.
         """
         self._recipe = None
         self._rate_factors = {}
         self.checkpoints = None
-        if any(is_sharded(parameter) for parameter in model.parameters()):
+        is_divided = any(is_sharded(parameter) for parameter in model.parameters())
+        if is_divided:
             return
         self.checkpoints = self._user_checkpoints or Checkpoints(
             model,
@@ -108,13 +110,14 @@ class RecordedTraining:
         self._rate_factors[step] = rate / initial_rate
 
     def rate_factors(self, steps: int) -> list[float] | None:
-        """The factor of the learning rate at each step; None where a step was not recorded."""
-        if any(step not in self._rate_factors for step in range(steps)):
+        """The factor of the learning rate at each step; None if a step was not recorded."""
+        has_gaps = any(step not in self._rate_factors for step in range(steps))
+        if has_gaps:
             return None
         return [self._rate_factors[step] for step in range(steps)]
 
     def end(self, recipe: Recipe | None) -> None:
-        """Keep the recipe, after the last step, and drop the checkpoints in excess."""
+        """After the last step, store the recipe and drop the checkpoints that are too many."""
         self._recipe = recipe
         if self.checkpoints is not None:
             self.checkpoints.settle()
@@ -132,21 +135,21 @@ def recipe_of(
     n_data: int | None = None,
     missing: Sequence[str] = (),
 ) -> Recipe | None:
-    """The recipe of a training, read off its optimizer.
+    """The recipe of a training, from its optimizer.
 
     Args:
-        optimizer: its settings that differ from the defaults become the recipe's. Those of its
-            further groups become the recipe's ``groups``.
+        optimizer: the recipe gets the settings of its first group that differ from the defaults.
+            Settings of further groups become the recipe's ``groups``.
         model: the model that was trained.
         steps, epochs: the length of the training, up to the weights that it ends with.
-        batch_size: examples of a step.
+        batch_size: the number of examples in a step.
         factors: the factor of the learning rate at every step; None: unknown.
         max_grad_norm: the norm to which the gradient of a step was clipped.
-        n_data: the number of examples; None: they are a stream.
-        missing: further things that the training did and a recipe does not repeat.
+        n_data: the number of examples; None: the data are a stream.
+        missing: further things that the training did and that a recipe does not repeat.
 
     Returns:
-        The recipe; None for an optimizer that recipes have no name for.
+        The recipe; None if a recipe cannot name the optimizer.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -181,16 +184,17 @@ def recipe_of(
         )
     except InputError:
         return None
-    is_another_of_this_name = recipe.factory is not type(optimizer)
-    return None if is_another_of_this_name else recipe
+    names_another_class = recipe.factory is not type(optimizer)
+    return None if names_another_class else recipe
 
 
 def _settings(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The learning rate of a group at the start, and its other settings, by name."""
+    """The settings of a group that a recipe repeats, by name; ``lr`` is the initial one."""
     settings: dict[str, Any] = {"lr": float(group.get("initial_lr", group["lr"]))}
+    skipped = {"params", "lr"} | SPEED_SETTINGS
     for name, parameter in signature(type(optimizer)).parameters.items():
         value = group.get(name, parameter.default)
-        if name not in ("params", "lr", *SPEED) and isinstance(value, PLAIN):
+        if name not in skipped and isinstance(value, REPEATED_TYPES):
             settings[name] = value
     return settings
 
@@ -211,7 +215,7 @@ def _options(optimizer: Any, settings: Mapping[str, Any], n_data: int | None) ->
 
 
 def _derived_settings(optimizer: Any, n_data: int | None) -> set[str]:
-    """The names of settings that follow from the numbers of steps, of examples, and of a step's."""
+    """The names of settings that follow from the batch size, from ``steps=``, or from N."""
     names = {"batch_size"}
     if getattr(optimizer, "steps", None):
         names |= {"beta2", "clip_radius"}
@@ -226,12 +230,17 @@ def _groups(
     first_settings: Mapping[str, Any],
     further_groups: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """For each further group: its parameters by name, and the settings that the first lacks."""
+    """For each further group, its parameters and the settings that differ from the first group's.
+
+    A group without such settings, or without parameters of the model, is left out.
+    """
     names = {id(p): bare_name(n) for n, p in model.named_parameters() if p.requires_grad}
     groups: list[dict[str, Any]] = []
     for group in further_groups:
         settings = _settings(optimizer, group)
-        changes = {n: value for n, value in settings.items() if value != first_settings.get(n)}
+        changes = {
+            name: value for name, value in settings.items() if value != first_settings.get(name)
+        }
         members = [names[id(p)] for p in group["params"] if id(p) in names]
         if changes and members:
             groups.append({"params": members, **changes})
@@ -239,13 +248,14 @@ def _groups(
 
 
 def _odd_parameters(optimizer: Any, model: nn.Module) -> list[str]:
-    """What an optimizer does with parameters and a recipe does not repeat, a phrase each."""
+    """Phrases for what the optimizer does with parameters and a recipe does not repeat."""
     optimized = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     facts = []
+    others = [p for identity, p in optimized.items() if identity not in trained]
     if trained - optimized.keys():
         facts.append("parameters that the optimizer does not have")
-    if any(p.requires_grad for key, p in optimized.items() if key not in trained):
+    if any(p.requires_grad for p in others):
         facts.append("parameters outside of the model")
     if any("max_momentum" in group for group in optimizer.param_groups):
         facts.append("a schedule of the momentum")
@@ -255,11 +265,11 @@ def _odd_parameters(optimizer: Any, model: nn.Module) -> list[str]:
 
 
 def _odd_number_of_steps(steps: int, epochs: float | None, steps_an_epoch: int) -> list[str]:
-    """A phrase where the steps are not those of so many epochs: minibatches were dropped."""
+    """A phrase if so many epochs have another number of steps, as when batches were dropped."""
     if epochs is None:
         return []
     expected_steps = epochs * steps_an_epoch
-    if abs(expected_steps - steps) < ONE_STEP:
+    if abs(expected_steps - steps) < ALMOST_A_STEP:
         return []
     return [f"minibatches ({steps:,} steps in {epochs:g} epochs of {steps_an_epoch:,})"]
 
@@ -267,9 +277,9 @@ def _odd_number_of_steps(steps: int, epochs: float | None, steps_an_epoch: int) 
 def factors_of(scheduler: Any, steps: int) -> list[float] | None:
     """The factor by which a scheduler multiplies the learning rate at each step.
 
-    None where it is no formula of the step, or differs between groups of parameters.
+    None if the factor is no formula of the step, or differs between groups of parameters.
     """
-    scheduler = getattr(scheduler, "scheduler", scheduler)
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # a wrapper's own scheduler
     if not isinstance(scheduler, LambdaLR):
         return None
     factors_by_group = [
@@ -286,13 +296,15 @@ def length_of(loader: Any) -> int | None:
 
 
 class MonitoredTraining:
-    """The base of callbacks that let a monitor look at the model while it is trained.
+    """The base of callbacks that let a monitor record a model while it is trained.
 
-    The monitor fits the posterior of the moment itself: its estimate follows the loss on new data.
-    With settings of a posterior it looks at the optimizer's, which costs no pass over the data and
-    ranks examples; so it does of sequences, for which a fit has no better scale.
+    By default the monitor fits a posterior to the present weights; its left-out loss then follows
+    the loss on new data. With ``posterior_settings``, the monitor takes the optimizer's posterior,
+    which costs no pass over the data and is good enough to rank examples. For sequences it always
+    takes the optimizer's posterior, because a fit has no better scale.
 
     Args:
+        monitor: the monitor, whose task has the model that is trained.
         posterior_settings: further arguments of :meth:`blr_analysis.Posterior.from_optimizer`.
     """
 
@@ -302,16 +314,20 @@ class MonitoredTraining:
         self.posterior_settings = posterior_settings
 
     def look(self, optimizer: Any, epoch: int) -> dict[str, float]:
-        """The monitor's losses and accuracies after this epoch, by name; empty if it is not due."""
+        """Let the monitor record this epoch.
 
-        def posterior() -> Posterior:
+        Returns:
+            The losses and accuracies that are not NaN, by name; empty if the epoch is not recorded.
+        """
+
+        def optimizers_posterior() -> Posterior:
             return Posterior.from_optimizer(
                 optimizer, self.monitor.task.model, **self.posterior_settings
             )
 
         are_sequences = self.monitor.task.likelihood.is_sequence
         takes_optimizers = bool(self.posterior_settings) or are_sequences
-        row = self.monitor(posterior if takes_optimizers else None, epoch)
+        row = self.monitor(optimizers_posterior if takes_optimizers else None, epoch)
         if not row:
             return {}
         return {name: row[name] for name in LOGGED if not math.isnan(row[name])}

@@ -1,14 +1,14 @@
 """Where an algorithm evaluates the loss, and how it estimates the Hessian.
 
 An algorithm of Table 1 approximates expectations under q. The delta method takes f(E_q[θ]) for
-E_q[f(θ)]. Others evaluate the loss at draws, at nodes of a quadrature, at relaxed draws of discrete
-weights, or at an adversary near the mean. A :class:`Look` names this choice; :func:`places` gives
-the points and their weights for a Gaussian.
+E_q[f(θ)]. Other algorithms evaluate the loss at draws, at nodes of a quadrature, at relaxed draws
+of discrete weights, or at an adversary near the mean. A :class:`Look` names this choice;
+:func:`places` gives the points and their weights for a Gaussian.
 
 A row of Table 1 also has some estimate in the place of E_q[∇²ℓ]. For networks the estimate is
-elementwise, and computed from what the draws since the last step have gathered. A
-:class:`HessianEstimate` names this evidence (``method``), and turns it into the estimate ĥ of the
-Hessian of the mean loss.
+elementwise. It is computed from evidence, such as squared gradients, which is averaged over the
+draws since the last step. A :class:`HessianEstimate` names its evidence (``method``), and turns it
+into the estimate ĥ of the Hessian of the mean loss.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -28,8 +28,10 @@ from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
 
+Tensors = list[Tensor]  # one for each parameter
+
 LOOKS = ("quadrature", "samples", "mean")
-MAX_NODES = 370  # of more of them, Gauss–Hermite weights are not finite
+MAX_NODES = 370  # the weights of Gauss–Hermite rules with more nodes are not finite
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Look:
 
     Attributes:
         name: how the table describes it.
-        noisy: whether these places are random: weights are perturbed while gradients are taken.
+        noisy: whether these places are random, so that gradients are taken at perturbed weights.
     """
 
     name: str
@@ -67,7 +69,7 @@ def places(
     """The places at which a loss is evaluated under a Gaussian, and the weight of each.
 
     Args:
-        q: the Gaussian, with copies or without.
+        q: the Gaussian. Its mean is ``[P]``, or ``[..., P]`` for several Gaussians.
         look: ``"mean"``; ``"samples"``, at least n of them in pairs m ± ε; or ``"quadrature"``, n
             nodes of Gauss–Hermite for each variable's marginal.
         n: draws or nodes.
@@ -93,17 +95,15 @@ def places(
         opposite = 2 * q.mean - draws
         points = torch.cat([draws, opposite])
         return points, points.new_full((len(points),), 1 / len(points))
-    if isinstance(q, FullGaussian) and q.mean.shape[-1] > 1:
+    has_correlations = isinstance(q, FullGaussian) and q.mean.shape[-1] > 1
+    if has_correlations:
         raise InputError("quadrature is for one variable: take look='samples'")
     if n > MAX_NODES:
         raise InputError(f"quadrature takes at most {MAX_NODES} nodes, got {n}")
-    nodes, weights = (torch.as_tensor(x).to(q.mean) for x in hermegauss(n))
+    nodes, weights = (torch.as_tensor(values).to(q.mean) for values in hermegauss(n))
     std = q.precision.rsqrt().reshape(q.mean.shape)
-    nodes_first = nodes.view(-1, *[1] * q.mean.ndim)
-    return q.mean + nodes_first * std, weights / weights.sum()
-
-
-Tensors = list[Tensor]
+    nodes_as_rows = nodes.view(-1, *[1] * q.mean.ndim)
+    return q.mean + nodes_as_rows * std, weights / weights.sum()
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,10 @@ class HessianEstimate:
         name: how the table describes it.
         method: the evidence that is averaged over draws: ``"none"``, ``"gradsq"`` (squared
             minibatch gradients ḡ²), ``"ggn"`` (means over examples of g_i²), ``"price"``
-            (noise · gradient), ``"abs"`` (|ḡ|). Empty: not an elementwise estimate.
-        estimate: a function (evidence, h + δ, settings) → ĥ on lists of tensors; None: no Hessian.
+            ((θ − m) · gradient), ``"abs"`` (|ḡ|), ``"hessian"`` (the diagonal itself). Empty if the
+            estimate is not elementwise.
+        estimate: a function (evidence, h + δ, group) → ĥ on lists of tensors, with the settings of
+            the optimizer's group; None if there is no such function.
     """
 
     name: str
@@ -125,7 +127,7 @@ class HessianEstimate:
     def gap(
         self, hess: Tensors, evidence: Tensors, precision: Tensors, group: Mapping[str, Any]
     ) -> Tensors:
-        """h − ĥ; for Price's estimate in one pass over memory."""
+        """h − ĥ. Price's estimate takes one pass over memory in place of three."""
         if self.estimate is _price:
             ess = float(group["ess"])
             return list(torch._foreach_addcmul(hess, evidence, precision, value=-ess))

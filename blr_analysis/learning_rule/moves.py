@@ -1,14 +1,14 @@
-"""How optimizers depart from the rule: the departures by name, and the step that has them.
+"""How optimizers depart from the rule: the departures by name, and one step with any of them.
 
 For a diagonal Gaussian with S = ess·(h + δ) the rule is
 
     h ← (1 − ρ) h + ρ ĥ,        m ← m − ρ (ĝ + δ m) / (h + δ),
 
 where ĝ and ĥ are the gradient and the Hessian of the mean loss, and δ = weight_decay comes from the
-prior. The optimizers of deep learning depart from it in a few ways that recur, and :class:`Move`
-names them. Without a departure, one :func:`step` is one
-:func:`~blr_analysis.learning_rule.rule.blr_step`. :func:`natural_momentum` (Khan & Rue, App. F)
-is the rule with momentum, for any family.
+prior. In an optimizer's group, ρ is ``lr`` for m and 1 − ``beta2`` for h. The optimizers of deep
+learning depart from the rule in a few ways, which recur; :class:`Move` names them. Without a
+departure, one :func:`step` is one :func:`~blr_analysis.learning_rule.rule.blr_step`.
+:func:`natural_momentum` (Khan & Rue, App. F) is the rule with momentum, for any family.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -39,18 +39,17 @@ class Move:
         momentum: ``"none"``; ``"heavy ball"``, u ← β₁u + ĝ; ``"average"``, u ← β₁u + (1 − β₁)ĝ;
             ``"natural"``, γ (λ − λ_previous), for any family (:func:`natural_momentum`).
         debias: u is divided by 1 − β₁ᵗ, because it starts at 0.
-        debias_hess: in the step h is divided by 1 − β₂ᵗ where it starts at 0. The posterior's h is
-            not divided.
+        debias_hess: the step divides by h / (1 − β₂ᵗ) in the place of h, if h starts at 0. The
+            posterior keeps h itself.
         damping: what the step is divided by: ``"prior"``, (h + δ)^power; ``"eps inside"``,
             (h + eps)^power; ``"after root"``, h^power + δ; ``"eps"``, h^power + eps.
         decay: where δm enters. ``"step"``: it is added to the direction of the step.
             ``"momentum"``: it is added to ĝ, which the momentum averages. ``"gradient"``: the same,
             and squared gradients contain it too, as with an L2 penalty. ``"decoupled"``:
             m ← (1 − lr·δ) m.
-        positive: h is moved along a geodesic (a retraction), so that h + δ never falls below
-            half of what it was.
-        entropy: whether the rule's entropy term is there; without it λ does not decay (binary
-            weights).
+        positive: h moves along a geodesic (a retraction), so that one step never takes h + δ below
+            half of its value.
+        entropy: the rule has its entropy term; without it λ does not decay (binary weights).
         memory: h is an ``"average"`` that forgets, or the ``"sum"`` of all ĥ, so that steps shrink.
         rescaled: the step is multiplied by √(average of its earlier squares + eps), so that it has
             the units of θ.
@@ -69,13 +68,13 @@ class Move:
 
     @property
     def departures(self) -> list[str]:
-        """The departures in words; an empty list where the step is the rule's.
+        """The departures in words; an empty list if the step is the rule's.
 
         >>> Move(power=0.5, momentum="average").departures
         ['square root', 'momentum (average)']
         """
         power = "square root" if self.power == 0.5 else f"power {self.power:g}"
-        sentences = {
+        is_departure = {
             power: self.power != 1,
             f"momentum ({self.momentum})": self.momentum != "none",
             "debiased momentum": self.debias,
@@ -91,7 +90,7 @@ class Move:
             "sum instead of an average": self.memory == "sum",
             "scaled by its earlier steps": self.rescaled,
         }
-        return [words for words, is_so in sentences.items() if is_so]
+        return [phrase for phrase, departs in is_departure.items() if departs]
 
 
 @dataclass(frozen=True)
@@ -125,12 +124,13 @@ class Block:
 def step(
     block: Block, curvature: HessianEstimate, move: Move, group: Mapping[str, Any], count: int
 ) -> None:
-    """One step of the row (curvature, move), in place.
+    """One step of the algorithm with this curvature and this move, in place.
 
     Args:
-        group: ``lr``, ``beta1``, ``beta2``, ``weight_decay``, and what curvature and move need;
-            ``clip_radius``, if it is there, bounds each element of the step before ``lr``.
-        count: t, this step's number, from 1.
+        group: the settings ``lr``, ``beta1``, ``beta2``, ``weight_decay``, and those that
+            ``curvature`` and ``move`` need. ``clip_radius``, if it is there, bounds each element
+            of the step before ``lr``.
+        count: t, the number of this step, from 1.
     """
     grad = block.grad
     weight_decay = group["weight_decay"]
@@ -138,23 +138,35 @@ def step(
         grad = _plus(grad, block.theta, weight_decay)
     if block.hess and curvature.estimate is not None:
         _move_hess(block, grad, curvature, move, group)
-    # The stored momentum must not change, so its debiasing is a factor of the whole step.
-    direction, factor = _direction(block, grad, move, group, count)
-    if block.decay:
-        direction = list(torch._foreach_add(direction, _pull(block), alpha=1 / factor))
-    elif move.decay == "step" and weight_decay:
-        direction = _plus(direction, block.theta, weight_decay / factor)  # δm is not debiased
+    # The stored momentum must not change, so its debiasing multiplies the whole step.
+    direction, debiasing = _direction(block, grad, move, group, count)
+    direction = _with_decay(direction, block, move, weight_decay, debiasing)
     lr = float(group["lr"])
     if move.decay == "decoupled" and weight_decay:
         torch._foreach_mul_(block.theta, 1 - lr * weight_decay)
     divisors: Tensors = []
     if block.hess:
-        divisors = divisor(block.hess, move, group, count, block.decay)
+        divisors = _divisors(block.hess, move, group, count, block.decay)
     if block.moved:
         direction = _rescaled(direction, divisors, block.moved, group)
-        divisors = []
-    clip = group.get("clip_radius", math.inf) / factor
-    _walk(block.theta, direction, divisors, lr * factor, clip)
+        divisors = []  # the rescaled direction is divided already
+    clip = group.get("clip_radius", math.inf) / debiasing
+    _walk(block.theta, direction, divisors, lr * debiasing, clip)
+
+
+def _with_decay(
+    direction: Tensors, block: Block, move: Move, weight_decay: float, debiasing: float
+) -> Tensors:
+    """The direction plus the δ(m − m₀) of a decay that belongs to the step.
+
+    The whole step will be multiplied by the debiasing, from which this term is exempt.
+    """
+    if block.decay:
+        pull = _pull_to_center(block)
+        return list(torch._foreach_add(direction, pull, alpha=1 / debiasing))
+    if move.decay == "step" and weight_decay:
+        return _plus(direction, block.theta, weight_decay / debiasing)
+    return direction
 
 
 def _move_hess(
@@ -164,35 +176,42 @@ def _move_hess(
     move: Move,
     group: Mapping[str, Any],
 ) -> None:
-    """Move h by the estimate ĥ. ``grad``: ĝ with the share of the decay that belongs to it."""
+    """Move h toward the estimate ĥ.
+
+    Args:
+        grad: ĝ, plus the decay δm if it belongs to the gradient or to the momentum.
+    """
     assert curvature.estimate is not None
     evidence = block.evidence
     if curvature.method == "gradsq" and not evidence:
-        has_penalty = move.decay == "gradient"
+        has_penalty = move.decay == "gradient"  # the squares contain δm
         evidence = _squares(grad if has_penalty else block.grad)
     decay = block.decay or group["weight_decay"]
     precision = list(torch._foreach_add(block.hess, decay))
     if move.positive and move.memory == "average":
         gap = curvature.gap(block.hess, evidence, precision, group)
-        retract(block.hess, gap, precision, 1.0 - group["beta2"])
+        _retract(block.hess, gap, precision, 1.0 - group["beta2"])
     else:
-        advance(block.hess, curvature.estimate(evidence, precision, group), move, group)
+        _advance(block.hess, curvature.estimate(evidence, precision, group), move, group)
 
 
 def _rescaled(
     direction: Tensors, divisors: Tensors, moved: Tensors, group: Mapping[str, Any]
 ) -> Tensors:
-    """Δ = √(v + eps) · direction / divisors, from v in ``moved``; then v ← v + (1 − β₂)(Δ² − v)."""
-    root = torch._foreach_add(moved, group["eps"])
-    torch._foreach_sqrt_(root)
-    torch._foreach_mul_(root, direction)
-    torch._foreach_div_(root, divisors)
-    torch._foreach_lerp_(moved, _squares(list(root)), 1.0 - group["beta2"])
-    return list(root)
+    """The step Δ = √(v + eps) · direction / divisors, with v = ``moved``.
+
+    Afterwards v ← v + (1 − β₂)(Δ² − v), in place.
+    """
+    delta = torch._foreach_add(moved, group["eps"])
+    torch._foreach_sqrt_(delta)
+    torch._foreach_mul_(delta, direction)
+    torch._foreach_div_(delta, divisors)
+    torch._foreach_lerp_(moved, _squares(list(delta)), 1.0 - group["beta2"])
+    return list(delta)
 
 
 def _walk(theta: Tensors, direction: Tensors, divisors: Tensors, lr: float, clip: float) -> None:
-    """θ ← θ − lr · clip(direction / divisors); an empty list of divisors divides by nothing."""
+    """θ ← θ − lr · clip(direction / divisors); without divisors, nothing is divided."""
     is_clipped = not math.isinf(clip)
     has_one_dtype = theta[0].dtype == direction[0].dtype
     if divisors and has_one_dtype and not is_clipped:
@@ -206,15 +225,15 @@ def _walk(theta: Tensors, direction: Tensors, divisors: Tensors, lr: float, clip
     torch._foreach_add_(theta, direction, alpha=-lr)
 
 
-def advance(hess: Tensors, estimate: Tensors, move: Move, group: Mapping[str, Any]) -> None:
-    """h ← h + ρ(ĥ − h), ρ = 1 − β₂; a ``"sum"`` is h ← h + ĥ."""
+def _advance(hess: Tensors, estimate: Tensors, move: Move, group: Mapping[str, Any]) -> None:
+    """h ← h + ρ(ĥ − h) with ρ = 1 − β₂; if h is a ``"sum"``, h ← h + ĥ."""
     if move.memory == "sum":
         torch._foreach_add_(hess, estimate)
     else:
         torch._foreach_lerp_(hess, estimate, 1.0 - group["beta2"])
 
 
-def retract(hess: Tensors, gap: Tensors, precision: Tensors, rho: float) -> None:
+def _retract(hess: Tensors, gap: Tensors, precision: Tensors, rho: float) -> None:
     """h ← h − ρ gap + ρ² gap² / (2 precision), with gap = h − ĥ and precision = h + δ.
 
     The tensors of ``precision`` are overwritten.
@@ -226,18 +245,18 @@ def retract(hess: Tensors, gap: Tensors, precision: Tensors, rho: float) -> None
     torch._foreach_addcdiv_(hess, gap, ratio, value=0.5 * rho**2)
 
 
-def divisor(
+def _divisors(
     hess: Tensors, move: Move, group: Mapping[str, Any], count: int, decays: Tensors
 ) -> Tensors:
-    """What the step is divided by: a power of the precision, with its damping.
+    """The numbers that divide the step: a power of h, damped before or after the power.
 
     Args:
-        decays: δ of every weight; empty: ``weight_decay``.
+        decays: δ of every weight; if the list is empty, δ is ``weight_decay``.
     """
     if move.debias_hess and group["hess_init"] == 0:
         hess = list(torch._foreach_div(hess, 1 - group["beta2"] ** count))
-    before_power: float | Tensors = 0.0
-    after_power = 0.0
+    before_power: float | Tensors = 0.0  # a damping that is added to h
+    after_power = 0.0  # a damping that is added to the power of h
     match move.damping:
         case "prior":
             before_power = decays or group["weight_decay"]
@@ -260,7 +279,10 @@ def divisor(
 def _direction(
     block: Block, grad: Tensors, move: Move, group: Mapping[str, Any], count: int
 ) -> tuple[Tensors, float]:
-    """The gradient, or the momentum after this step's gradient; and what debiases it, a factor."""
+    """The direction of the step, and the factor that debiases it.
+
+    The direction is the gradient, or the momentum once it has taken this gradient in.
+    """
     if not block.momentum:
         return grad, 1.0
     beta1 = group["beta1"]
@@ -269,14 +291,14 @@ def _direction(
         torch._foreach_add_(block.momentum, grad)
     else:
         torch._foreach_lerp_(block.momentum, grad, 1.0 - beta1)
-    factor = 1.0
+    debiasing = 1.0
     if move.debias:
-        factor = 1 / (1 - beta1**count)
-    return block.momentum, factor
+        debiasing = 1 / (1 - beta1**count)
+    return block.momentum, debiasing
 
 
-def _pull(block: Block) -> Tensors:
-    """δ (m − m₀), weight by weight."""
+def _pull_to_center(block: Block) -> Tensors:
+    """δ (m − m₀) of every weight, with the prior's mean m₀."""
     means = [m.to(center.dtype) for m, center in zip(block.theta, block.center, strict=True)]
     gap = torch._foreach_sub(means, block.center)
     return list(torch._foreach_mul(gap, block.decay))
@@ -289,6 +311,7 @@ def _plus(left: Tensors, right: Tensors, factor: float) -> Tensors:
 
 
 def _squares(tensors: Tensors) -> Tensors:
+    """The squares of all entries."""
     return list(torch._foreach_mul(tensors, tensors))
 
 
@@ -303,10 +326,10 @@ def natural_momentum(
 
     Args:
         q: the present posterior.
-        previous: the posterior one step before; at the first step ``q`` itself.
+        previous: the posterior one step before. At the first step it is ``q`` itself.
         loss_gradient: ∇_μ E_q[ℓ̄], statistic by statistic.
         rho: ρ in (0, 1].
-        gamma: γ, 0 or more: how much of the last move is repeated.
+        gamma: γ, the fraction of the last move that is repeated; 0 or more.
 
     Raises:
         InputError: a ρ or γ out of range, or λ leaves the family's domain.

@@ -1,8 +1,9 @@
 """The sweeps over a task's data to which a precision is fitted, and the columns that they sum.
 
-A precision is a sum over examples, Σ_i G_iᵀ G_i. The rows of G_i are called columns of the example
-i: gradients J_iᵀ c_ik, one for each column c_ik ``[C]`` of a root of the example's curvature at its
-outputs (GGN), of its error (empirical Fisher), or of the errors of labels that are drawn.
+A precision is a sum over examples, Σ_i G_iᵀ G_i. The rows of G_i are gradients J_iᵀ c_ik of the
+outputs. The vectors c_ik ``[C]`` are called the columns of example i. They are the columns of a
+root of the example's curvature at its outputs (GGN), its error (empirical Fisher), or the errors of
+labels that are drawn from the model's prediction.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from blr_analysis.likelihoods.tokens import CausalLM
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.task import Task
 
-EXACT_OUTPUTS = 256  # of an example: with more, labels are drawn unless the user says otherwise
-MANY_OUTPUTS = 64  # from here on the closed form of the last layer is faster
+EXACT_OUTPUTS = 256  # for more outputs, labels are drawn unless the user says otherwise
+MANY_OUTPUTS = 64  # from so many outputs on, the closed form of the last layer is faster
 LARGEST_SAMPLE = 256  # sequences of a sampled fit, and at most of a search for directions
-SMALLEST_SAMPLE = 32  # sequences at least of such a search
-TOKENS_PER_INPUT = 10  # of a layer: so many tokens show its directions
-LEAST_GRADIENTS = 512  # of all examples together, in which a layer's directions are found
+# A layer's directions are found in a sample of sequences …
+SMALLEST_SAMPLE = 32  # sequences at least
+TOKENS_PER_INPUT = 10  # tokens that are enough, for each input of the widest layer
+# … and in so many gradients at least, of all examples together.
+LEAST_GRADIENTS = 512
 
 
 @dataclass
@@ -43,10 +46,11 @@ class Fit:
         task, params, curvature, samples, seed, rank, unfinished: as passed to
             :func:`~blr_analysis.posterior.one_fit.fit_at_weights`.
         prior: δ and θ₀; δ is 1 until it is found.
-        drawn: labels that are drawn of each example in place of the exact columns of "ggn"; 0 where
-            the columns are exact.
+        labels_drawn: the number of labels that are drawn for each example, in place of the exact
+            columns of "ggn"; 0 if the columns are exact.
         sample: the examples that sweeps visit, whose sums are multiplied by ``scale``; None: all.
-        measures: whether the first sweep over all data sums the gradient too, by one more column.
+        measures_gradient: whether the first sweep over all data sums the gradient too, by one more
+            column.
         gradient: Σ_i ∇ℓ_i by parameter name; empty before that sweep.
     """
 
@@ -58,26 +62,26 @@ class Fit:
     seed: int
     rank: int | None
     unfinished: Mapping[str, Unfinished]
-    drawn: int = 0
+    labels_drawn: int = 0
     sample: Tensor | None = None
-    measures: bool = False
+    measures_gradient: bool = False
     gradient: Tree = field(default_factory=dict)
 
     @cached_property
     def seeds(self) -> Tensor:
-        """A random seed for each example's labels, ``[N]``."""
+        """A random seed for the labels of each example, ``[N]``."""
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randint(2**31, (self.task.n_data,), generator=generator)
 
     @property
     def scale(self) -> float:
-        """Makes sums over the sample sums over all examples."""
+        """The factor that turns sums over the sample into sums over all examples."""
         return 1.0 if self.sample is None else self.task.n_data / len(self.sample)
 
     def columns(self) -> int:
-        """How many columns an example has."""
-        if self.drawn:
-            return self.drawn
+        """The number of columns of an example."""
+        if self.labels_drawn:
+            return self.labels_drawn
         if self.curvature == "empirical_fisher":
             return 1
         if self.curvature == "mc_fisher":
@@ -85,8 +89,10 @@ class Fit:
         return n_outputs(self.task, self.params)
 
     def mixed_columns(self, n_examples: int) -> int | None:
-        """How many random sums of an example's columns are enough to find a layer's directions;
-        None where the columns themselves are fewer."""
+        """The number of random sums of an example's columns that show a layer's directions.
+
+        None if the columns themselves are not more than these sums.
+        """
         enough = math.ceil(LEAST_GRADIENTS / n_examples)
         return enough if enough < self.columns() else None
 
@@ -101,24 +107,23 @@ class Fit:
         """The terms of the examples' columns, chunk by chunk.
 
         Args:
-            label: of the progress bar.
-            indices: of the examples; None: all, or the sample.
+            label: the text of the progress bar.
+            indices: the examples to visit; None: the sample, or all if there is no sample.
             unfinished: the sums of a sweep that was cut off.
             by_layer: whether the caller sums each layer by itself. The last layer then gets exact
-                sums in place of columns where it has many outputs, or where columns are mixed.
-            mixed: so many sums of an example's columns with random signs take the columns' place;
+                sums in place of columns if it has many outputs, or if columns are mixed.
+            mixed: this many sums of an example's columns, with random signs, replace the columns;
                 their G Gᵀ has the same mean. None: the columns themselves.
         """
-        sums_gradient = self.measures and not self.gradient and indices is None
+        sums_gradient = self.measures_gradient and not self.gradient and indices is None
         if indices is None:
             indices = self.sample
+        # The column of the empirical Fisher is the error itself.
         needs_error_column = sums_gradient and self.curvature != "empirical_fisher"
         if sums_gradient:
             self.gradient.update({n: torch.zeros_like(p) for n, p in self.params.items()})
         signs = None if mixed is None else self._signs(mixed)
-        fewest_outputs = None  # of a last layer with exact sums
-        if by_layer:
-            fewest_outputs = MANY_OUTPUTS if signs is None else 1
+        fewest_outputs = _fewest_outputs_of_head(by_layer, is_mixed=signs is not None)
         sweep = chunks(
             self.task,
             self.params,
@@ -128,7 +133,7 @@ class Fit:
             unfinished=unfinished,
         )
         for chunk in sweep:
-            columns = self._curvature_columns(chunk, signs)
+            columns = self._columns_of(chunk, signs)
             if needs_error_column:
                 columns = _with_error(chunk, columns)
             head, head_parts = self._exact_head(chunk, fewest_outputs)
@@ -139,27 +144,32 @@ class Fit:
                 terms = [term.columns(slice(-1)) for term in terms]
             yield with_head(terms, head, head_parts)
         if sums_gradient:
-            for gradient in self.gradient.values():
-                gradient.mul_(self.scale)
-            ranks.total(self.gradient.values())
+            self._finish_gradient()
 
     def with_gradient(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """These sums and the gradient's, as a file of unfinished sums names them."""
+        """These sums and those of the gradient, by their names in a file of unfinished sums."""
         gradients = {f"gradient of {name}": g for name, g in self.gradient.items()}
         return {**sums, **gradients}
 
     def _add_gradient(self, terms: Sequence[Term]) -> None:
-        """Add to the gradient the last column of the terms, J_iᵀ e_i, of all examples."""
+        """Add Σ_i J_iᵀ e_i of a chunk, from the last column of its terms, to the gradient."""
         for term in terms:
             for name, gradient in term.columns(slice(-1, None)).sum().items():
                 self.gradient[name] += gradient
+
+    def _finish_gradient(self) -> None:
+        """Turn the sums over this rank's examples of the sample into Σ_i ∇ℓ_i over all examples."""
+        for gradient in self.gradient.values():
+            gradient.mul_(self.scale)
+        ranks.total(self.gradient.values())
 
     def _exact_head(
         self, chunk: Chunk, fewest_outputs: int | None
     ) -> tuple[str | None, tuple[Tensor, Tensor] | None]:
         """The name of the last layer's weight, and s and v of Λ = diag(s) − v vᵀ.
 
-        Both are None where the last layer has fewer outputs than that, or Λ no such form.
+        Both are None if the last layer has less than ``fewest_outputs`` outputs, or if Λ does not
+        have this form.
         """
         outputs = chunk.outputs
         has_class_scores = self.curvature == "ggn" and outputs.ndim == 2
@@ -169,27 +179,26 @@ class Fit:
         return chunk.head, parts
 
     def _signs(self, mixed: int) -> Tensor:
-        """Random signs of all examples, over √mixed: ``[N, mixed, K]``.
+        """Random signs ±1 of all examples, ``[N, mixed, K]`` in int8.
 
         They are drawn at once, so that they do not depend on how the data are cut into chunks.
         """
         generator = torch.Generator().manual_seed(self.seed)
         shape = (self.task.n_data, mixed, self.columns())
-        signs = 2 * torch.randint(2, shape, generator=generator) - 1
-        return signs.float() / mixed**0.5
+        return torch.randint(2, shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
 
-    def _curvature_columns(self, chunk: Chunk, signs: Tensor | None) -> Tensor:
-        """The columns c_ik of this curvature, or their sums with these signs: ``[B, K, …]``, with
-        the outputs' shape at the end."""
+    def _columns_of(self, chunk: Chunk, signs: Tensor | None) -> Tensor:
+        """The columns c_ik, or sums of them with these signs: ``[B, K]`` + the outputs' shape."""
         columns = self._unmixed_columns(chunk)
         return columns if signs is None else _mixed(columns, signs[chunk.indices])
 
     def _unmixed_columns(self, chunk: Chunk) -> Tensor:
-        if self.curvature in ("ggn", "exact") and not self.drawn:
+        """The columns c_ik of this curvature."""
+        if self.curvature in ("ggn", "exact") and not self.labels_drawn:
             return curvature_root(chunk)
         if self.curvature == "empirical_fisher":
             return chunk.likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1)
-        n_labels = self.drawn or self.samples
+        n_labels = self.labels_drawn or self.samples
         errors = [
             chunk.likelihood.drawn_error(chunk.outputs, chunk.targets, labels)
             for labels in drawn_labels(chunk, n_labels, self.seeds[chunk.indices])
@@ -197,12 +206,24 @@ class Fit:
         return torch.stack(errors, dim=1) / n_labels**0.5
 
 
+def _fewest_outputs_of_head(by_layer: bool, is_mixed: bool) -> int | None:
+    """The number of outputs from which on the last layer gets exact sums; None: it never does."""
+    if not by_layer:
+        return None
+    return 1 if is_mixed else MANY_OUTPUTS
+
+
 def _mixed(columns: Tensor, signs: Tensor) -> Tensor:
-    """Sums of the columns ``[B, K, …]`` with the first K of the signs ``[B, M, ≥ K]``, shaped
-    ``[B, M, …]``."""
+    """M random sums of the columns, over √M: ``[B, M, …]``.
+
+    Args:
+        columns: ``[B, K, …]``.
+        signs: ``[B, M, ≥ K]``, of which the first K are used.
+    """
     n_columns = columns.shape[1]
-    signs_of_columns = signs[..., :n_columns].to(columns)
-    return torch.einsum("bmk,bk...->bm...", signs_of_columns, columns)
+    n_sums = signs.shape[1]
+    weights = signs[..., :n_columns].float() / n_sums**0.5
+    return torch.einsum("bmk,bk...->bm...", weights.to(columns), columns)
 
 
 def _with_error(chunk: Chunk, columns: Tensor) -> Tensor:
@@ -214,11 +235,11 @@ def _with_error(chunk: Chunk, columns: Tensor) -> Tensor:
 def has_many_outputs(task: Task, params: Mapping[str, Tensor]) -> bool:
     """Whether labels should be drawn, because a backward pass for each output takes too long.
 
-    False for losses that have no labels to draw.
+    False for sequences, and for losses that have no labels to draw.
     """
     kind = type(task.likelihood.plain)
-    has_hessian_parts = kind.hessian_parts is not Likelihood.hessian_parts
-    if task.likelihood.is_sequence or not has_hessian_parts:
+    draws_labels = kind.hessian_parts is not Likelihood.hessian_parts
+    if task.likelihood.is_sequence or not draws_labels:
         return False
     return n_outputs(task, params) > EXACT_OUTPUTS
 
@@ -247,24 +268,33 @@ def _shuffled(task: Task) -> Tensor:
 def sampled_examples(task: Task) -> Tensor | None:
     """Indices of random sequences with enough tokens to find the directions of each layer.
 
-    None where all examples are needed, and for data that are not sequences. They are among those
-    of :func:`random_sequences`.
+    None if all examples are needed, and for data that are not sequences. They are among those of
+    :func:`random_sequences`.
     """
     if not task.likelihood.is_sequence or task.n_data <= SMALLEST_SAMPLE:
         return None
     order = _shuffled(task)
-    size = LARGEST_SAMPLE
-    tokens_per_sequence = _mean_count_of_tokens(task, order[:SMALLEST_SAMPLE])
-    if tokens_per_sequence is not None:
-        matrices = [p.flatten(1) for p in task.parameters().values() if p.ndim > 1]
-        widest = max((matrix.shape[1] for matrix in matrices), default=0)
-        enough = math.ceil(TOKENS_PER_INPUT * widest / max(1.0, tokens_per_sequence))
-        size = min(LARGEST_SAMPLE, max(SMALLEST_SAMPLE, enough))
+    size = _size_of_sample(task, probe=order[:SMALLEST_SAMPLE])
     return None if size >= task.n_data else order[:size].sort().values
 
 
+def _size_of_sample(task: Task, probe: Tensor) -> int:
+    """The number of sequences that have enough tokens for the widest layer.
+
+    Args:
+        probe: the sequences whose tokens are counted.
+    """
+    tokens_per_sequence = _mean_count_of_tokens(task, probe)
+    if tokens_per_sequence is None:
+        return LARGEST_SAMPLE
+    matrices = [p.flatten(1) for p in task.parameters().values() if p.ndim > 1]
+    most_inputs = max((matrix.shape[1] for matrix in matrices), default=0)
+    enough = math.ceil(TOKENS_PER_INPUT * most_inputs / max(1.0, tokens_per_sequence))
+    return min(LARGEST_SAMPLE, max(SMALLEST_SAMPLE, enough))
+
+
 def _mean_count_of_tokens(task: Task, indices: Tensor) -> float | None:
-    """The mean number of tokens that count in these sequences; None where labels are not found."""
+    """The mean number of tokens that count in these sequences; None if labels are not found."""
     _, labels = mask_and_labels(task.fetch(indices))
     if not isinstance(labels, Tensor) or labels.shape[:1] != indices.shape:
         return None
@@ -275,8 +305,8 @@ def _mean_count_of_tokens(task: Task, indices: Tensor) -> float | None:
 def curvature_root(chunk: Chunk) -> Tensor:
     """Columns c_ik with Σ_k c_ik c_ikᵀ = Λ_i, ``[B, K, C]``.
 
-    A sequence's Λ_i has T·C columns, which are too many. Its one column is the error e_i of the
-    empirical Fisher.
+    A root of a sequence's Λ_i would have T·C columns, which are too many. A sequence has one column
+    instead, its error e_i, as in the empirical Fisher.
     """
     if chunk.likelihood.is_sequence:
         return chunk.likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1)
@@ -307,11 +337,12 @@ def drawn_labels(chunk: Chunk, samples: int, seeds: Tensor) -> list[Tensor]:
 
 
 def _drawn_tokens(chunk: Chunk, counted: Tensor, samples: int, seeds: Tensor) -> list[Tensor]:
-    """The same for sequences, by inversion: the drawn class is the first one whose cumulated
-    probability is above a uniform number.
+    """Labels drawn for the tokens of sequences: ``samples`` tensors ``[B, T]``.
+
+    The drawn class is the first one whose cumulated probability is above a uniform number.
 
     Args:
-        counted: which tokens have a label that counts, ``[B, T]``; the others keep theirs.
+        counted: which tokens have a label that counts, ``[B, T]``; the others keep their label.
     """
     generator = torch.Generator()
     uniform = torch.zeros(*counted.shape, samples)
@@ -324,4 +355,4 @@ def _drawn_tokens(chunk: Chunk, counted: Tensor, samples: int, seeds: Tensor) ->
     last_class = cumulated.shape[-1] - 1
     heights = uniform.to(cumulated) * total
     classes = torch.searchsorted(cumulated, heights, right=True).clamp_max(last_class)
-    return [torch.where(counted, drawn, chunk.targets) for drawn in classes.unbind(-1)]
+    return [torch.where(counted, labels, chunk.targets) for labels in classes.unbind(-1)]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunk, chunks
 from blr_analysis.backprop.matrices import Joint
+from blr_analysis.data.examples import evenly_spread
 from blr_analysis.posterior.fit import random_sequences, sampled_examples, vocabulary_of
 from blr_analysis.posterior.precision_files import FACTORED
 from blr_analysis.posterior.stationarity import n_single_gradients
@@ -147,9 +148,7 @@ def step_seconds(task: Task) -> float:
 
 def _timed(task: Task, run: Callable[[Tensor], None]) -> float:
     """Seconds for an example, measured on examples spread evenly over the data."""
-    n = task.n_data
-    evenly_spread = torch.linspace(0, n - 1, min(n, EXAMPLES_TIMED), dtype=torch.float64)
-    indices = evenly_spread.long()
+    indices = evenly_spread(task.n_data, EXAMPLES_TIMED)
     run(indices)  # the first time is slower, and not measured
     _wait_for(task.device)
     started = time.perf_counter()

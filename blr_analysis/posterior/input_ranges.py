@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from blr_analysis.data.examples import evenly_spread
 from blr_analysis.errors import BLRError
 from blr_analysis.posterior.facts import Numbers
 from blr_analysis.task import Task
@@ -96,8 +97,7 @@ def other_units(ranges: Numbers | None, task: Task) -> str:
 def _moments(task: Task) -> dict[str, Tensor] | None:
     """Mean and spread of the input numbers of some examples, ``[n]`` by these names; None where an
     example has no real numbers, or cannot be read."""
-    places = torch.linspace(0, task.n_data - 1, min(task.n_data, SAMPLE))
-    sample = places.long().unique()
+    sample = evenly_spread(task.n_data, SAMPLE)
     batches: list[Tensor] = []
     try:
         for indices, batch in task.batches(indices=sample):

@@ -105,14 +105,14 @@ def fit_at_weights(
     if sampled and kind in (Kronecker, Diagonal):
         fit.sample = random_sequences(task)
     if curvature is None and kind.draws_labels and has_many_outputs(task, params):
-        fit.drawn = LABELS_DRAWN
+        fit.labels_drawn = LABELS_DRAWN
     fit.prior = prior.around(_initial_of(task, initial), params)
-    fit.measures = _needs_gradient(fit, kind, prior_is_known=prior_is_known)
+    fit.measures_gradient = _needs_gradient(fit, kind, prior_is_known=prior_is_known)
     form, details = _precision(fit, kind, prior_is_known=prior_is_known)
     if draws_for_tokens:
         details["drawn"] = {"labels": samples, "of": "token"}
     q = _posterior(fit, form, {**_record(fit, kind), **details})
-    return _with_stationarity(fit, q) if fit.measures else q
+    return _with_stationarity(fit, q) if fit.measures_gradient else q
 
 
 def _prior_of(given: Any, params: Mapping[str, Tensor]) -> Prior:
@@ -270,14 +270,14 @@ def _definition(fit: Fit, kind: type[Structure]) -> dict[str, Any]:
             "kind": kind.kind,
             "definition": f"{PRIOR_AND} sum of a a^T x 1, a the inputs of each layer",
         }
-    if fit.drawn:
+    if fit.labels_drawn:
         name, formula = CURVATURES["mc_fisher"]
-        sum_over_labels = formula.format(samples=fit.drawn)
+        sum_over_labels = formula.format(samples=fit.labels_drawn)
         exact_part = "the last layer's exact where its outputs are the model's"
         return {
             "kind": name,
             "definition": f"{PRIOR_AND} {sum_over_labels}, {exact_part}",
-            "drawn": {"labels": fit.drawn, "outputs": n_outputs(fit.task, fit.params)},
+            "drawn": {"labels": fit.labels_drawn, "outputs": n_outputs(fit.task, fit.params)},
         }
     name, formula = CURVATURES[fit.curvature]
     return {"kind": name, "definition": f"{PRIOR_AND} {formula.format(samples=fit.samples)}"}

@@ -1,9 +1,9 @@
 """Is this the model, are these the data, that a posterior was learned with?
 
-Three numbers of a few examples identify a model and its data: one each of their outputs at the
-posterior's mean, their targets and their losses. A fit stores them as the posterior's
-``fingerprint``. Where there was no fit, the first analysis computes them, and stores them beside
-the posterior.
+Three numbers of each of a few examples identify a model and its data: one number of its outputs at
+the posterior's mean, one of its target, and its loss. A fit stores these numbers as the posterior's
+``fingerprint``. For a posterior without a fit, the first analysis computes them, and this module
+remembers them.
 """
 
 from __future__ import annotations
@@ -17,21 +17,24 @@ import torch
 from torch import Tensor
 
 from blr_analysis.checks import bare_name
+from blr_analysis.data.examples import evenly_spread
 from blr_analysis.errors import BLRError, PosteriorError, PosteriorWarning, warn_user
 from blr_analysis.posterior.facts import Numbers
 from blr_analysis.posterior.input_ranges import remember
 from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.task import Task
 
-EXAMPLES = 8  # of a fingerprint, spread evenly over the data
-ENTRIES = 64  # of a frozen parameter, spread evenly
-TOLERANCE = 0.05  # of the largest number: more than casts, devices and rounded weights change
-FAR = 0.1  # of the mean's norm: weights at this distance are another model's
+N_EXAMPLES = 8  # a fingerprint is of so many examples, spread evenly over the data
+N_ENTRIES = 64  # a frozen parameter is compared at so many entries, spread evenly
+TOLERANCE = 0.05  # of the largest number; casts, devices and rounded weights change less
+FAR_DISTANCE = 0.1  # of the mean's norm; weights that are farther away are another model's
 ROUNDED = 2.0**-8  # of a weight: the rounding of bfloat16
 SMALLEST = 1e-7  # the rounding of the smallest weights in float16
-LEAST_SIZE = 1e-6  # of the largest number of a fingerprint, so that zeros are compared too
-TINY_NORM = 1e-150  # of a mean, so that one of zeros does not divide by 0
-ELSEWHERE = "the posterior stands at other weights than the model: all numbers are of those weights"
+LEAST_SIZE = 1e-6  # a smaller largest number counts as this, so that zeros are compared too
+TINY_NORM = 1e-150  # joins the norm of a mean, so that a mean of zeros does not divide by 0
+OTHER_WEIGHTS = (
+    "the posterior stands at other weights than the model: all numbers are of those weights"
+)
 OTHER_DATA = {"outputs": "another model or other inputs", "targets": "other targets"}
 OTHER_DATA_OR_LOSS = OTHER_DATA | {"losses": "another loss"}
 
@@ -41,37 +44,42 @@ class Identity:
     """Numbers that identify a posterior's model and data.
 
     Attributes:
-        fingerprint: of :func:`fingerprint`.
-        frozen_values: of :func:`frozen_numbers`.
+        fingerprint: what :func:`fingerprint` returns.
+        frozen_values: what :func:`frozen_numbers` returns.
     """
 
     fingerprint: Numbers
     frozen_values: Numbers
 
 
-# The posteriors that were compared with a task already.
+# For each task, the posteriors that were compared with it already.
 _COMPARED: WeakKeyDictionary[Task, WeakSet[Posterior]] = WeakKeyDictionary()
-# The identities that a first analysis computed, of posteriors that had none.
+# The identities that a first analysis computed, for posteriors whose fit stored none.
 _IDENTITIES: WeakKeyDictionary[Posterior, Identity] = WeakKeyDictionary()
 
 
 def recognised(
     task: Task, posterior: Posterior, on_task: Posterior, *, own_weights: bool
 ) -> Posterior:
-    """The posterior on the task's device, with its fingerprint and its frozen values.
+    """Warn if the posterior does not belong to the task; return it with its identity.
 
-    The given posterior is not changed; an identity that is computed here is stored beside it.
+    The two are compared once only. A posterior that its fit gave no fingerprint and no frozen
+    values is not changed: the copy that is returned has those of the first analysis.
 
     Args:
-        on_task: the posterior on the task's device.
+        posterior: as the user passes it.
+        on_task: the same posterior on the task's device.
         own_weights: whether the model should stand at the posterior's mean. It need not where there
             are several checkpoints of one run.
+
+    Returns:
+        ``on_task``, or a copy of it that has the fingerprint and the frozen values.
 
     Warns:
         PosteriorWarning: once, where the posterior is of another model or of other data.
     """
     if posterior not in _COMPARED.get(task, ()):
-        met(task, posterior)
+        mark_compared(task, posterior)
         _warn_of_differences(task, posterior, on_task, own_weights=own_weights)
     identity = _IDENTITIES.get(posterior)
     if identity is None:  # the fit stored it, or it could not be computed
@@ -79,7 +87,7 @@ def recognised(
     identified = on_task.changed(
         fingerprint=identity.fingerprint, frozen_values=identity.frozen_values
     )
-    met(task, identified)
+    mark_compared(task, identified)
     return identified
 
 
@@ -92,30 +100,38 @@ def _warn_of_differences(
     except BLRError:  # the analysis that follows raises it with a better message
         return
     identity = _identity(task, posterior, fingerprint_now)
-    complaint = trained_since(task, on_task, identity.frozen_values)
+    # A posterior of an earlier checkpoint belongs to a model that has trained on.
+    should_be_at_mean = own_weights and "checkpoint" not in posterior.record
+    complaint = _change_of_frozen(task, on_task, identity.frozen_values)
     if not complaint:
         complaint = differs(identity.fingerprint, fingerprint_now)
-    is_end_of_run = own_weights and "checkpoint" not in posterior.record
-    if not complaint and is_end_of_run and _distance(task, on_task) > FAR:
+    if not complaint and should_be_at_mean and _distance(task, on_task) > FAR_DISTANCE:
         complaint = (
             "the model's weights are not the posterior's mean: load those that it was learned at"
         )
-    for message in (complaint, _too_few_terms(task, posterior)):
-        if message:
-            warn_user(message, PosteriorWarning)
+    if complaint:
+        warn_user(complaint, PosteriorWarning)
+    complaint_of_scale = _too_few_terms(task, posterior)
+    if complaint_of_scale:
+        warn_user(complaint_of_scale, PosteriorWarning)
 
 
 def _identity(task: Task, posterior: Posterior, fingerprint_now: Numbers) -> Identity:
-    """The identity that the fit stored; else that of the first analysis, which is stored here."""
+    """The identity that the fit stored; without one, that of the first analysis.
+
+    If this is the first analysis, its identity is remembered in ``_IDENTITIES``.
+    """
     if posterior in _IDENTITIES:
         return _IDENTITIES[posterior]
-    of_fit = posterior.fingerprint
-    frozen = posterior.frozen_values
-    if of_fit is not None and frozen is not None:
-        return Identity(of_fit, frozen)
+    stored_fingerprint = posterior.fingerprint
+    frozen_values = posterior.frozen_values
+    if stored_fingerprint is not None and frozen_values is not None:
+        return Identity(stored_fingerprint, frozen_values)
+    if frozen_values is None:
+        frozen_values = frozen_numbers(task, posterior.mean)
     identity = Identity(
-        fingerprint=fingerprint_now if of_fit is None else of_fit,
-        frozen_values=frozen_numbers(task, posterior.mean) if frozen is None else frozen,
+        fingerprint=fingerprint_now if stored_fingerprint is None else stored_fingerprint,
+        frozen_values=frozen_values,
     )
     _IDENTITIES[posterior] = identity
     if posterior.input_ranges is None:
@@ -123,29 +139,30 @@ def _identity(task: Task, posterior: Posterior, fingerprint_now: Numbers) -> Ide
     return identity
 
 
-def met(task: Task, *posteriors: Posterior) -> None:
-    """Note that these posteriors need not be compared with the task (again)."""
-    _COMPARED.setdefault(task, WeakSet()).update(posteriors)
+def mark_compared(task: Task, posterior: Posterior) -> None:
+    """Note that this posterior need not be compared with the task (again)."""
+    _COMPARED.setdefault(task, WeakSet()).add(posterior)
 
 
 def fingerprint(task: Task, mean: Mapping[str, Tensor]) -> Numbers:
-    """A number each of the outputs, targets and losses of eight examples, by these names.
+    """Numbers of up to eight examples: one each of the outputs, the targets and the losses.
 
-    Of sequences the numbers are of the tokens that count, so that padding does not change them.
-    Sequences are run one by one, because long ones may not fit into memory together.
+    The numbers of a sequence are computed from the tokens that count, so that padding does not
+    change them. Sequences are run one by one, because long ones may not fit into memory together.
+
+    Returns:
+        The lists ``outputs``, ``targets`` and ``losses``, each with a number for every example.
     """
     weights = task.cast(mean)
-    places = torch.linspace(0, task.n_data - 1, min(EXAMPLES, task.n_data))
-    chosen = places.long().unique()
-    are_rows = task.examples.is_tensors and not task.likelihood.is_sequence
-    batches = chosen.split(task.batch_size if are_rows else 1)
+    can_be_batched = task.examples.is_tensors and not task.likelihood.is_sequence
+    batches = evenly_spread(task.n_data, N_EXAMPLES).split(task.batch_size if can_be_batched else 1)
     numbers = torch.cat([_numbers_of(task, weights, indices) for indices in batches], dim=1)
     outputs, targets, losses = numbers.tolist()
     return {"outputs": outputs, "targets": targets, "losses": losses}
 
 
 def _numbers_of(task: Task, weights: Mapping[str, Tensor], indices: Tensor) -> Tensor:
-    """A number of each example's outputs, targets and loss, ``[3, B]``."""
+    """One number each of the outputs, the target and the loss of every example, ``[3, B]``."""
     with torch.no_grad(), task.evaluation():
         outputs, targets = task.run(task.fetch(indices), weights, indices)
     losses = task.likelihood.at(indices).nll(outputs, targets)
@@ -187,6 +204,7 @@ def differs(before: Numbers, now: Numbers, *, strictly: bool = False) -> str:
 
 
 def _count_of_differences(before: Tensor, now: Tensor) -> int:
+    """How many of the numbers ``[n]`` differ by more than the tolerance."""
     if before.shape != now.shape:
         return len(now)
     largest = max(float(before.abs().max()), LEAST_SIZE)
@@ -194,9 +212,9 @@ def _count_of_differences(before: Tensor, now: Tensor) -> int:
 
 
 def frozen_numbers(task: Task, mean: Mapping[str, Tensor]) -> Numbers:
-    """A number and the norm of some entries of every frozen parameter, by name.
+    """The number (:func:`_projected`) and the norm of some entries of every frozen parameter.
 
-    Frozen are the model's parameters that are not in the posterior's ``mean``.
+    A parameter is frozen if the posterior's ``mean`` does not contain it.
     """
     return {
         name: _number_and_norm(parameter.detach())
@@ -206,15 +224,16 @@ def frozen_numbers(task: Task, mean: Mapping[str, Tensor]) -> Numbers:
 
 
 def _number_and_norm(parameter: Tensor) -> list[float]:
+    """The number (:func:`_projected`) and the norm of some entries of one parameter."""
     flat = parameter.reshape(-1)
-    n_entries = min(len(flat), ENTRIES)
+    n_entries = min(len(flat), N_ENTRIES)
     places = torch.linspace(0, len(flat) - 1, n_entries, dtype=torch.float64)
     entries = flat[places.long().to(flat.device)].cpu().double()
     return [float(_projected(entries.unsqueeze(0))), float(entries.norm())]
 
 
-def trained_since(task: Task, q: Posterior, frozen_values: Numbers) -> str:
-    """Which parameter was frozen at the fit and has changed since, in one line; "" if none has."""
+def _change_of_frozen(task: Task, q: Posterior, frozen_values: Numbers) -> str:
+    """One line on a parameter that was frozen at the fit and has changed since; "" without one."""
     for name, (number, norm) in frozen_numbers(task, q.mean).items():
         number_before, norm_before = frozen_values.get(name, (number, norm))
         change = max(abs(number - number_before), abs(norm - norm_before))
@@ -224,29 +243,31 @@ def trained_since(task: Task, q: Posterior, frozen_values: Numbers) -> str:
 
 
 def _too_few_terms(task: Task, q: Posterior) -> str:
-    """A line where the loss is a mean over N·C numbers, and the posterior took it for one over N.
+    """One line if the loss is a mean over N·C numbers and the posterior took it for one over N.
 
-    An optimizer cannot know that an example has C outputs. "" elsewhere.
+    An optimizer cannot know that an example has C outputs. Otherwise "".
     """
     is_of_optimizer = "scaling" in q.record
     if not task.mean_over_outputs or not is_of_optimizer:
         return ""
-    n = q.n_data
-    effective_sizes = q.record.get("ess") or [n]
-    terms = q.record.get("tokens") or min(effective_sizes)
+    n_data = q.n_data
+    effective_sizes = q.record.get("ess") or [n_data]  # of the optimizer's groups
+    n_terms = q.record.get("tokens") or min(effective_sizes)
     with torch.no_grad(), task.evaluation():
         _, target = task.run(task.fetch(torch.zeros(1, dtype=torch.long)), q.mean)
     n_outputs = target.numel()
-    if n_outputs == 1 or terms > n:
+    counts_outputs = n_terms > n_data
+    if n_outputs == 1 or counts_outputs:
         return ""
     return (
-        f"the loss is a mean over {n} · {n_outputs} numbers, the precision is of {terms:g}; "
-        f"capture with n_data={n}, tokens={n * n_outputs} (which IVON takes as its ess)"
+        f"the loss is a mean over {n_data} · {n_outputs} numbers, but the precision counts "
+        f"{n_terms:g}; capture with n_data={n_data}, tokens={n_data * n_outputs} "
+        "(for IVON these are its ess)"
     )
 
 
-def elsewhere(task: Task, q: Posterior) -> str:
-    """A line where the model's weights are not the posterior's mean; "" where they are.
+def warning_of_other_weights(task: Task, q: Posterior) -> str:
+    """One line if the model's weights are not the posterior's mean; "" if they are.
 
     Differences that rounding to half precision explains are ignored.
     """
@@ -255,13 +276,13 @@ def elsewhere(task: Task, q: Posterior) -> str:
         weights = parameters[bare_name(name)].detach().to(mean)
         bound = ROUNDED * mean.abs() + SMALLEST
         if bool(((weights - mean).abs() > bound).any()):
-            return ELSEWHERE
+            return OTHER_WEIGHTS
     return ""
 
 
 def check_weights(task: Task, posterior: Posterior) -> None:
-    """Raise :class:`PosteriorError` where :func:`elsewhere` has something to say."""
-    if elsewhere(task, posterior.on(task, same_data=False)):
+    """Raise :class:`PosteriorError` if the model's weights are not the posterior's mean."""
+    if warning_of_other_weights(task, posterior.on(task, same_data=False)):
         raise PosteriorError("the weights are not those of the posterior: build the index anew")
 
 
@@ -274,4 +295,5 @@ def _distance(task: Task, q: Posterior) -> float:
 
 
 def _norm(tensor: Tensor) -> float:
+    """The Euclidean norm of all entries, summed in float64."""
     return float(torch.linalg.vector_norm(tensor, dtype=torch.double))

@@ -12,6 +12,7 @@ import torch
 
 from blr_analysis.audit import Findings
 from blr_analysis.audit.new_data import ranks_only
+from blr_analysis.data.examples import evenly_spread
 from blr_analysis.errors import InputError
 from blr_analysis.plots._canvas import Names, name_of
 from blr_analysis.sensitivity import TopInfluence, influence
@@ -91,7 +92,7 @@ def neighbours_of(findings: Findings) -> Neighbours | None:
         return None
     losses = findings.on_test.losses
     order = losses.argsort(descending=True, stable=True)
-    even = torch.linspace(0, len(order) - 1, min(EVEN_TESTS, len(order))).long()
+    even = evenly_spread(len(order), EVEN_TESTS)
     chosen = torch.unique(torch.cat([order[:WORST_TESTS], order[even]]))
     chosen = chosen[losses[chosen].argsort(descending=True, stable=True)]
     k = min(NEIGHBOURS, findings.task.n_data)

@@ -12,7 +12,7 @@ from blr_analysis.checks import instance, some
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.posterior import Posterior
-from blr_analysis.posterior.recognition import met, recognised
+from blr_analysis.posterior.recognition import mark_compared, recognised
 from blr_analysis.posterior.stationarity import with_stationarity
 from blr_analysis.task import Task
 
@@ -50,7 +50,7 @@ def checked_posterior(task: Task, posterior: Posterior, *, own_weights: bool = T
     on_task = recognised(task, posterior, on_task, own_weights=own_weights)
     if on_task.stationarity is None and not task.likelihood.is_sequence:
         on_task = with_stationarity(task, posterior, on_task)
-    met(task, on_task)
+    mark_compared(task, on_task)
     return on_task
 
 

@@ -46,17 +46,18 @@ def leave_one_out(
             the whole curvature ("full", "lowrank"), else first order. Where the leverage is too
             close to 1 for the cavity, the correction is "bounded". The table's column
             ``correction`` says which one each example has.
-        refine: for so many examples, those whose loss is estimated to change most, a descent on the
-            other examples and a forward pass replace the formula ("descent"). Each takes about 12
-            passes over the data. For a model at the minimum of its own objective.
+        refine: the number of examples that a descent on all other examples and a forward pass
+            answer, in place of the formula ("descent"). They are the examples whose loss is
+            estimated to change most. Each takes about 12 passes over the data. Only for a model at
+            the minimum of its own objective.
 
     Returns:
-        The left-out predictions; for sequences (likelihood "tokens", "causal_lm") and sums of sites
-        only losses.
+        The left-out predictions; for sequences (likelihood "tokens", "causal_lm") and for sums of
+        sites, the left-out losses alone.
 
     Raises:
-        InputError: the correction is unknown, sequences have no cavity and no refinement, or
-            ``refine`` is out of range or for several posteriors.
+        InputError: the correction is unknown; ``refine`` is out of range, or the posteriors are
+            several; or sequences are to have a cavity or a refinement.
         PosteriorError, ModelError, DataError: the errors of :func:`blr_analysis.sensitivity`.
 
     Source: Nickl et al., NeurIPS 2023, Eq. 12 (first order); Cook, 1977 (cavity). For "bounded" see
@@ -76,8 +77,8 @@ def leave_one_out(
         True
     """
     one_of("correction", correction, CORRECTIONS)
-    count = 0 if refine is None else at_least(0, "refine", refine)
+    n_refined = 0 if refine is None else at_least(0, "refine", refine)
     subject = subject_of(task, posterior)
-    if count > subject.n:
-        raise InputError(f"refine must be at most {subject.n} examples, got {count}")
-    return subject.left_out(correction, count)
+    if n_refined > subject.n:
+        raise InputError(f"refine must be at most {subject.n} examples, got {n_refined}")
+    return subject.left_out(correction, n_refined)

@@ -222,7 +222,7 @@ class Monitor(Plottable):
         row_and_measures = _with_variance(
             self.task, damped, self.indices, self.correction, self._run.errors
         )
-        self._run.keep()
+        self._run.finish()
         return row_and_measures
 
     def _posterior(self, source: Source | None) -> Posterior:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blr_analysis.data.examples import evenly_spread
 from blr_analysis.posterior.input_ranges import numbers_of
 from blr_analysis.posterior.predictive import scored_by
 from blr_analysis.task import Task
@@ -60,7 +61,7 @@ def unlike_training(task: Task, test: Task, mean: Mapping[str, Tensor]) -> str:
 
 def _sample(task: Task, mean: Mapping[str, Tensor]) -> Sample:
     """At most SAMPLE examples of a task, with their outputs at these weights."""
-    rows = torch.linspace(0, task.n_data - 1, min(task.n_data, SAMPLE)).long().unique()
+    rows = evenly_spread(task.n_data, SAMPLE)
     inputs: list[Tensor | None] = []
     outputs: list[Tensor] = []
     targets: list[Tensor] = []

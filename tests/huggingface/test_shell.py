@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 import blr_analysis as blr
 from blr_analysis.huggingface import CheckpointsCallback, IVONTrainer
-from blr_analysis.posterior.recognition import ELSEWHERE
+from blr_analysis.posterior.recognition import OTHER_WEIGHTS
 
 N = 9
 HALF = "index/posterior.safetensors"  # an index stands at a checkpoint of its training
@@ -77,12 +77,12 @@ def test_a_trainers_folder_is_indexed_queried_and_audited(
     plain = run(capsys, "what-if", "lm", "data.jsonl", *fit, *question)
     half = run(capsys, "what-if", "lm", "data.jsonl", "-p", HALF, *question)
     assert plain[0] == half[0] == 0, half[2]
-    assert ELSEWHERE[4:] not in plain[1] + plain[2]
-    assert ELSEWHERE in half[2]
-    assert ELSEWHERE[4:] in " ".join(half[1].split())
+    assert OTHER_WEIGHTS[4:] not in plain[1] + plain[2]
+    assert OTHER_WEIGHTS in half[2]
+    assert OTHER_WEIGHTS[4:] in " ".join(half[1].split())
     argv = ("lm", "data.jsonl", "--by", "none")
     code, output, err = run(capsys, "audit", *argv, *fit, "--out", "whole")
-    assert code == 0 and ELSEWHERE[4:] not in " ".join(output.split()), err
+    assert code == 0 and OTHER_WEIGHTS[4:] not in " ".join(output.split()), err
     code, output, err = run(capsys, "audit", *argv, "-p", HALF, "--out", "half")
-    assert code == 0 and ELSEWHERE[4:] in " ".join(output.split()), err
-    assert ELSEWHERE[4:] in (tmp_path / "half" / "report.html").read_text()
+    assert code == 0 and OTHER_WEIGHTS[4:] in " ".join(output.split()), err
+    assert OTHER_WEIGHTS[4:] in (tmp_path / "half" / "report.html").read_text()

@@ -14,6 +14,7 @@ import torch
 from models import example_models, mlp
 from oracles import dense_jacobian, dense_precision, fit_at_rest, relative
 from oracles_retraining import leave_one_out_weights, linear, retrained, trained
+from scipy.stats import spearmanr
 from snapshots import peak_bytes
 from tiny_lm import sequences, task_of, tiny_lm, token_gradients, with_prompts
 from torch import Tensor, nn
@@ -345,6 +346,17 @@ def test_the_error_of_two_tensors() -> None:
     assert ProjectionError.between(-2 * exact, exact).relative_rms == pytest.approx(3.0)
     assert ProjectionError.between(-2 * exact, exact).spearman == pytest.approx(-1.0)
     assert math.isinf(ProjectionError.between(exact, 0 * exact).relative_rms)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 5])
+def test_the_rank_correlation_of_two_tensors_with_ties(levels: int) -> None:
+    exact = normal(200)
+    estimate = (levels * exact).clamp(0, levels).floor()
+    error = ProjectionError.between(estimate, exact)
+    assert error.spearman == pytest.approx(spearmanr(estimate, exact).statistic)
+    for constant in (torch.zeros(200), torch.ones(200)):
+        assert ProjectionError.between(exact, constant).spearman == 0.0
+        assert ProjectionError.between(constant, exact).spearman == 0.0
 
 
 @pytest.mark.slow

@@ -367,6 +367,25 @@ def test_a_state_goes_on_where_it_was(epochs: int, tmp_path: Path) -> None:
     assert repr(monitor).split(";")[0] in repr(watched(task, epochs, keep=("loss",)))
 
 
+def test_a_state_before_the_first_record_goes_on_from_the_first_weights_and_buffers() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, C)).double()
+    task = blr.Task(model, data())
+    monitor = blr.Monitor(task)
+    state = monitor.state_dict()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(10):
+        optimizer.zero_grad()
+        F.cross_entropy(model.train()(3 * data()[0]), data()[1]).backward()
+        optimizer.step()
+    resumed = blr.Monitor(task)
+    resumed.load_state_dict(state)
+    row = resumed(None, 1)
+    assert row is not None
+    assert row["loo_nll"] == monitor(None, 1)["loo_nll"]
+    assert row["loo_nll"] != blr.Monitor(task)(None, 1)["loo_nll"]
+
+
 def test_a_foreign_state_is_refused_and_nothing_is_lost() -> None:
     task = one_task()
     monitor = watched(task, examples=7)

@@ -37,18 +37,18 @@ class DiagonalNewton(ExactHessian):
         3.0
 
     Args:
-        params: parameters, named parameters or groups. Every number needs a row of the Hessian:
-            meant for some thousands of them.
+        params: parameters, named parameters or groups. Each of their numbers takes a row of the
+            Hessian, so there should be some thousands at most.
         lr: step size of the mean.
         ess: N, the number of training examples.
         weight_decay: δ/N for prior precision δ.
         hess_init: h before the first step.
-        beta2: 1 − step size of h, in [0, 1].
+        beta2: 1 minus the step size of h, in [0, 1].
 
     Raises:
-        InputError: a setting out of range, or a precision that is not positive, as where the loss
+        InputError: a setting is out of range, or the precision is not positive because the loss
             curves downwards.
-        OptimizerError: the closure is missing, or called ``backward`` itself.
+        OptimizerError: the closure is missing, or it called ``backward`` itself.
 
     Source: Khan & Rue, Eqs. 36, 37 and 44.
     """
@@ -79,13 +79,16 @@ class DiagonalNewton(ExactHessian):
         )
 
     def _curvature(self, gradient: Tensor, params: list[Tensor]) -> Tensor:
-        if not gradient.requires_grad:
+        """The diagonal of the Hessian, flat as the gradient."""
+        is_linear = not gradient.requires_grad  # the loss is, so its Hessian is 0
+        if is_linear:
             return torch.zeros_like(gradient)
         entries = torch.arange(len(gradient), device=gradient.device)
         parts = [_diagonal_entries(gradient, params, part) for part in entries.split(ROWS_AT_ONCE)]
         return torch.cat(parts)
 
     def _advance(self, params: list[Tensor], gradient: Tensor, curvature: Tensor) -> None:
+        """One step of all parameters, from the flat gradient and the flat diagonal."""
         sizes = [param.numel() for param in params]
         gradients = dict(zip(params, gradient.split(sizes), strict=True))
         diagonals = dict(zip(params, curvature.split(sizes), strict=True))
@@ -94,7 +97,10 @@ class DiagonalNewton(ExactHessian):
             self._move_one(param, group, gradients[param], diagonals[param])
 
     def _refuse_negative(self, diagonals: dict[Tensor, Tensor]) -> None:
-        """Raise :class:`InputError`, before anything moves, where a precision would not be > 0."""
+        """Raise :class:`InputError` if a precision after this step would not be positive.
+
+        It is called before any parameter has moved.
+        """
         for param, group in self._trained().items():
             start = torch.full_like(param, float(group["hess_init"]), dtype=working(param.dtype))
             hess = self._hess_of(param, start).reshape(-1)
@@ -103,7 +109,7 @@ class DiagonalNewton(ExactHessian):
                 raise InputError("the precision is not positive: raise weight_decay, or take OGN")
 
     def _move_one(self, param: Tensor, group: Group, gradient: Tensor, diagonal: Tensor) -> None:
-        """One step of a parameter, by its part of the gradient and of the diagonal."""
+        """One step of a parameter, from its flat part of the gradient and of the diagonal."""
         state = self._next_state(param, group)
         dtype = working(param.dtype)
         gradient = gradient.view_as(param).to(dtype)
@@ -114,12 +120,12 @@ class DiagonalNewton(ExactHessian):
 
 def _diagonal_entries(gradient: Tensor, params: list[Tensor], entries: Tensor) -> Tensor:
     """∂²ℓ/∂θ_j² for these entries j of the flat parameters."""
-    directions = torch.zeros(len(entries), len(gradient)).to(gradient)
-    directions[torch.arange(len(entries)), entries] = 1.0
+    unit_vectors = torch.zeros(len(entries), len(gradient)).to(gradient)
+    unit_vectors[torch.arange(len(entries)), entries] = 1.0
     rows = torch.autograd.grad(
         gradient,
         params,
-        directions,
+        unit_vectors,
         is_grads_batched=True,
         retain_graph=True,
         allow_unused=True,

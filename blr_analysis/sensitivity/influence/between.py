@@ -128,7 +128,7 @@ def _largest(summed: Iterator[Piece], k: int, n_train: int, pairs: Pairs) -> Top
         first_test = int(piece.test[0])
         blocks.setdefault(first_test, Best(k)).add(piece.train, piece.values)
     for best in blocks.values():
-        best.shared(n_train)
+        best.gather_from_ranks(n_train)
     return joined(list(blocks.values()), pairs)
 
 

@@ -16,10 +16,12 @@ from blr_analysis import ranks
 from blr_analysis.checks import positive_int
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError
+from blr_analysis.sensitivity.agreement import rank_correlations
 from blr_analysis.sensitivity.selection import Selection, groups_by
 from blr_analysis.views import Listed, Tabular, make_plot
 
 Normalize = bool | str
+Side = tuple[Tensor, Tensor]  # indices of training examples, and their influences
 
 SHOWN = 5  # examples of either sign in a table or picture, by default
 
@@ -30,7 +32,8 @@ class ProjectionError:
 
     Attributes:
         relative_rms: √(Σ(estimate − exact)² / Σ exact²) over the pairs.
-        spearman: rank correlation of estimate and exact over the pairs.
+        spearman: rank correlation of estimate and exact over the pairs; 1 if they are equal, else 0
+            if one of them has the same value for all pairs.
         pairs: the number of (training example, test example) pairs that were computed exactly.
     """
 
@@ -43,19 +46,19 @@ class ProjectionError:
         """The error of ``estimate`` against ``exact``, of any equal shapes."""
         estimated = estimate.double().flatten()
         true = exact.double().flatten()
-        size = float(true.norm())
         distance = float((estimated - true).norm())
         if distance == 0:
-            relative = 0.0
-        elif size == 0:
-            relative = math.inf
-        else:
-            relative = distance / size
+            return cls(relative_rms=0.0, spearman=1.0, pairs=len(true))
+        size = float(true.norm())
         spearman = 1.0
         if len(true) > 1:
-            ranks = [values.argsort().argsort().double() for values in (estimated, true)]
-            spearman = float(torch.corrcoef(torch.stack(ranks))[0, 1])
-        return cls(relative, spearman, len(true))
+            correlations = rank_correlations(estimated.unsqueeze(1), true.unsqueeze(1))
+            spearman = float(correlations.nan_to_num(0.0))
+        return cls(
+            relative_rms=distance / size if size > 0 else math.inf,
+            spearman=spearman,
+            pairs=len(true),
+        )
 
 
 def quantity_of(normalize: Normalize) -> str:
@@ -72,14 +75,14 @@ def quantity_of(normalize: Normalize) -> str:
 
 
 def rooted(squares: Any) -> Tensor:
-    """√(gᵀΣg), by which influence is divided; 1 where the gradient is 0."""
+    """The square roots of the squares gᵀΣg, by which influence is divided; 1 in place of a 0."""
     roots = squares.clamp_min(0).sqrt()
     return torch.where(roots > 0, roots, 1)
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """The training and test examples that an influence is between, and how it was computed.
+    """The training and test examples of an influence, and how the influence was computed.
 
     Attributes:
         subject: the posterior and its training data
@@ -100,22 +103,25 @@ class Pairs:
 
     @property
     def note(self) -> str:
-        """One line on why influence cannot be trusted; "" where it can."""
+        """One line on why the influence cannot be trusted; "" if it can."""
         return "; ".join(filter(None, [self.unlike, self.subject.note]))
 
     def __str__(self) -> str:
-        """How it differs from the plain influence of one posterior; often ""."""
-        words = []
+        """In words, how it differs from the plain influence of one posterior; "" if it does not."""
+        facts = []
         if self.quantity != "influence":
-            words.append(self.quantity)
+            facts.append(self.quantity)
         if self.checkpoints > 1:
-            words.append(f"mean of {self.checkpoints} checkpoints")
+            facts.append(f"mean of {self.checkpoints} checkpoints")
         if self.note:
-            words.append(self.note)
-        return ", ".join(words)
+            facts.append(self.note)
+        return ", ".join(facts)
 
     def described(self, indices: Tensor, *, test: bool = False) -> dict[str, Tensor]:
-        """Target and prediction of these examples, by forward passes; empty without outputs."""
+        """Target and prediction of these training (or test) examples, by forward passes.
+
+        Empty for a subject whose examples have no outputs.
+        """
         return self.subject.described(indices, self.test if test else None)
 
 
@@ -146,7 +152,7 @@ class Influence(BetweenTasks, Tensor, Tabular):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # as Parameter: results are plain tensors
+        with torch._C.DisableTorchFunctionSubclass():  # results are plain tensors
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -158,12 +164,12 @@ class Influence(BetweenTasks, Tensor, Tabular):
 
     @property
     def note(self) -> str:
-        """One line on why influence cannot be trusted; "" where it can."""
+        """One line on why the influence cannot be trusted; "" if it can."""
         return self.pairs.note
 
     @property
     def matrix(self) -> Tensor:
-        """The plain tensor, sharing memory."""
+        """The same numbers as a plain tensor, which shares this one's memory."""
         return self.detach()
 
     @torch.inference_mode(False)  # also where the caller switched it on
@@ -214,7 +220,7 @@ class Influence(BetweenTasks, Tensor, Tabular):
         return f"Influence({', '.join(facts)}; see .top(k), .plot(test))"
 
     def _repr_html_(self) -> str:
-        """The repr, because a table would take forward passes."""
+        """The repr for a notebook; a table would take forward passes."""
         return f"<p><code>{html.escape(repr(self))}</code></p>"
 
     def __deepcopy__(self, memo: Any) -> Influence:
@@ -254,18 +260,18 @@ class Matches(Tabular):
         return self.helpful.shape[1]
 
     @property
-    def own_sign(self) -> tuple[Tensor, Tensor]:
-        """Which of ``helpful`` have a positive influence, and which of ``harmful`` a negative one.
+    def has_right_sign(self) -> tuple[Tensor, Tensor]:
+        """Whether each of ``helpful`` really helps, and each of ``harmful`` harms.
 
-        Masks ``[M, k]``.
+        Two masks ``[M, k]``. The influence of an example that helps is positive.
         """
         return self.helpful_values > 0, self.harmful_values < 0
 
-    def sides(self, question: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """(indices, influences) of the examples that help a question, and of those that harm it."""
-        is_positive, is_negative = self.own_sign
-        helps = is_positive[question]
-        harms = is_negative[question]
+    def sides(self, question: int) -> tuple[Side, Side]:
+        """The examples that help a question, and the examples that harm it."""
+        really_helps, really_harms = self.has_right_sign
+        helps = really_helps[question]
+        harms = really_harms[question]
         helpful = (self.helpful[question][helps], self.helpful_values[question][helps])
         harmful = (self.harmful[question][harms], self.harmful_values[question][harms])
         return helpful, harmful
@@ -322,71 +328,79 @@ class GroupInfluence(Tabular):
         return self.values.double().mean(1).to(self.values.dtype)
 
 
-class Ranked(NamedTuple):
-    """The largest (or smallest) values of each column and their rows, ``[k, M]`` each."""
+class Extremes(NamedTuple):
+    """The largest (or smallest) values of each column, and the rows that they stand in.
+
+    Both are ``[k, M]``, with the most extreme value first.
+    """
 
     values: Tensor
     rows: Tensor
 
-    def first(self, k: int, *, largest: bool) -> Ranked:
+    def strongest(self, k: int, *, largest: bool) -> Extremes:
         """The k largest of each column, or the k smallest."""
         count = min(k, len(self.values))
         values, places = self.values.topk(count, dim=0, largest=largest)
-        return Ranked(values, self.rows.gather(0, places))
+        return Extremes(values, self.rows.gather(0, places))
 
-    def with_rows_of(self, ranked: Ranked) -> Ranked:
-        """The values and rows of both."""
-        return Ranked(
-            torch.cat([self.values, ranked.values]),
-            torch.cat([self.rows, ranked.rows]),
+    def followed_by(self, other: Extremes) -> Extremes:
+        """The values and rows of both, one below the other."""
+        return Extremes(
+            torch.cat([self.values, other.values]),
+            torch.cat([self.rows, other.rows]),
         )
 
-    def of_all_ranks(self, k: int, n_data: int, *, largest: bool) -> Ranked:
-        """The k largest (or smallest) among those of all ranks, which divide ``n_data`` rows."""
+    def of_all_ranks(self, k: int, n_data: int, *, largest: bool) -> Extremes:
+        """The k largest (or smallest) of all processes, which share ``n_data`` rows."""
         n_ranks = ranks.count()
         rank = ranks.rank()
-        rows_of_a_rank = math.ceil(n_data / n_ranks)
-        height = min(k, rows_of_a_rank)
+        most_rows_of_a_rank = math.ceil(n_data / n_ranks)
+        n_sent = min(k, most_rows_of_a_rank)
         n_columns = self.values.shape[1]
-        values = self.values.new_zeros(n_ranks, height, n_columns)
-        rows = self.rows.new_zeros(n_ranks, height, n_columns)
+        # Each rank writes into its own place of zeros, so that a sum gathers all of them.
+        values = self.values.new_zeros(n_ranks, n_sent, n_columns)
+        rows = self.rows.new_zeros(n_ranks, n_sent, n_columns)
         values[rank] = -torch.inf if largest else torch.inf  # for a rank with fewer rows
         values[rank, : len(self.values)] = self.values
         rows[rank, : len(self.rows)] = self.rows
         ranks.total([values, rows])
-        return Ranked(values.flatten(0, 1), rows.flatten(0, 1)).first(k, largest=largest)
+        gathered = Extremes(values.flatten(0, 1), rows.flatten(0, 1))
+        return gathered.strongest(k, largest=largest)
 
 
 class Best:
-    """The k largest and k smallest of each column, of rows that come in chunks."""
+    """The k largest and k smallest values in each column of a matrix.
+
+    The matrix comes in chunks of rows.
+    """
 
     def __init__(self, k: int) -> None:
         self.k = k
-        self._largest: Ranked | None = None
-        self._smallest: Ranked | None = None
+        self._largest: Extremes | None = None
+        self._smallest: Extremes | None = None
 
     def add(self, rows: Tensor, values: Tensor) -> None:
         """Take rows ``[B]`` with values ``[B, M]`` into account."""
         on_cpu = values.cpu()
-        chunk = Ranked(on_cpu, rows.cpu()[:, None].expand(on_cpu.shape))
+        chunk = Extremes(on_cpu, rows.cpu()[:, None].expand(on_cpu.shape))
         self._largest = self._merged(self._largest, chunk, largest=True)
         self._smallest = self._merged(self._smallest, chunk, largest=False)
 
-    def _merged(self, before: Ranked | None, chunk: Ranked, *, largest: bool) -> Ranked:
-        """The k best of those before and of a chunk."""
-        best_of_chunk = chunk.first(self.k, largest=largest)
+    def _merged(self, before: Extremes | None, chunk: Extremes, *, largest: bool) -> Extremes:
+        """The k largest (or smallest) of the chunks before and of this one."""
+        best_of_chunk = chunk.strongest(self.k, largest=largest)
         if before is None:
             return best_of_chunk
-        return before.with_rows_of(best_of_chunk).first(self.k, largest=largest)
+        return before.followed_by(best_of_chunk).strongest(self.k, largest=largest)
 
-    def sides(self) -> tuple[Ranked, Ranked]:
-        """The largest, then the smallest."""
+    def sides(self) -> tuple[Extremes, Extremes]:
+        """The k largest, then the k smallest, after at least one chunk."""
         assert self._largest is not None
         assert self._smallest is not None
         return self._largest, self._smallest
 
-    def shared(self, n_data: int) -> None:
-        """Replace the best of this rank's rows by the best of all ranks' ``n_data`` rows."""
+    def gather_from_ranks(self, n_data: int) -> None:
+        """Replace the best of this rank's rows by the best of the ``n_data`` rows of all ranks."""
         if ranks.count() == 1:
             return
         largest, smallest = self.sides()
@@ -395,14 +409,13 @@ class Best:
 
 
 def joined(blocks: Sequence[Best], pairs: Pairs) -> TopInfluence:
-    """The result of consecutive blocks of test examples."""
-    largest = [block.sides()[0] for block in blocks]
-    smallest = [block.sides()[1] for block in blocks]
+    """One result for all test examples, from the best of consecutive blocks of them."""
+    largest, smallest = zip(*(block.sides() for block in blocks), strict=True)
     return TopInfluence(
-        helpful=_side_by_side([side.rows for side in largest]),
-        helpful_values=_side_by_side([side.values for side in largest]),
-        harmful=_side_by_side([side.rows for side in smallest]),
-        harmful_values=_side_by_side([side.values for side in smallest]),
+        helpful=_one_row_per_question([block.rows for block in largest]),
+        helpful_values=_one_row_per_question([block.values for block in largest]),
+        harmful=_one_row_per_question([block.rows for block in smallest]),
+        harmful_values=_one_row_per_question([block.values for block in smallest]),
         metadata=pairs.subject.metadata,
         pairs=pairs,
         quantity=pairs.quantity,
@@ -410,20 +423,28 @@ def joined(blocks: Sequence[Best], pairs: Pairs) -> TopInfluence:
     )
 
 
-def _side_by_side(blocks: Sequence[Tensor]) -> Tensor:
-    """``[M, k]`` from ``[k, M_b]`` of each block."""
+def _one_row_per_question(blocks: Sequence[Tensor]) -> Tensor:
+    """``[M, k]`` from the ``[k, M_b]`` of every block b."""
     return torch.cat(list(blocks), dim=1).mT.contiguous()
 
 
 def check_k(k: Any, n: int) -> int:
-    """k, the number of best among n training examples; an InputError if it is impossible."""
+    """k, if one can choose the k strongest of n training examples.
+
+    Raises:
+        InputError: k is no positive integer, or larger than n.
+    """
     if positive_int("k", k) > n:
         raise InputError(f"k={k} is more than the {n} training examples; choose k up to {n}")
     return k
 
 
 def index_of_test(test: Any, n: int) -> int:
-    """The index of one of n test examples, which may be counted from the end."""
+    """``test`` as an integer, which is the index of one of n test examples.
+
+    Raises:
+        InputError: it is no integer, or not from 0 to n − 1.
+    """
     if isinstance(test, (bool, np.bool_)) or np.ndim(test) != 0:
         raise InputError(f"test must be the index of one test example, got {test!r}")
     return chosen_indices([test], n, "test")[0]
