@@ -1,8 +1,9 @@
-"""Adapters merged into an adapter: PEFT loads it, and makes the weights that dense sums make."""
+"""Merged adapters: PEFT loads the result, and its weights are those of dense sums."""
 
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from blr_analysis.merging.adapter import AdapterReport, merge_adapters
 peft = pytest.importorskip("peft")
 State = dict[str, Tensor]
 ATTENTION = ["q_proj", "v_proj"]
+# name → kind of model, its task, and the PEFT settings of two adapters
 CASES: dict[str, tuple[str, str, list[dict[str, Any]]]] = {
     "plain, of other ranks": (
         "llama",
@@ -126,8 +128,8 @@ def test_a_rank_is_the_nearest_product(tmp_path: Path) -> None:
         left, values, right = torch.linalg.svd(sum(m[name] - start for m in models) / 2)
         expected = start + left[:, :2] * values[:2] @ right[:2]
         torch.testing.assert_close(result[name], expected, rtol=1e-4, atol=1e-5)
-        kept = values[:2].square().sum() / values.square().sum()
-        assert share == pytest.approx(float(kept), rel=1e-4)
+        kept_energy = values[:2].square().sum() / values.square().sum()
+        assert share == pytest.approx(float(kept_energy), rel=1e-4)
 
 
 def test_one_adapter_is_itself_to_the_bit(tmp_path: Path) -> None:
@@ -142,8 +144,6 @@ def test_one_adapter_is_itself_to_the_bit(tmp_path: Path) -> None:
 
 def plain(folder: Path, pair: tuple[Tensor, Tensor], **settings: Any) -> Path:
     """An adapter of one layer ``fc``."""
-    import json
-
     folder.mkdir()
     b, a = pair
     names = {"base_model.model.fc.lora_A.weight": a, "base_model.model.fc.lora_B.weight": b}
@@ -154,7 +154,7 @@ def plain(folder: Path, pair: tuple[Tensor, Tensor], **settings: Any) -> Path:
 
 
 def test_by_moments_of_inputs_it_is_regmean(tmp_path: Path) -> None:
-    """(Σ ΔW_t M_t)(Σ M_t)⁻¹, dense; the last layer of two tasks with inputs of their own."""
+    """The dense (Σ ΔW_t M_t)(Σ M_t)⁻¹ for the last layer of two tasks with different inputs."""
     torch.manual_seed(0)
     pairs = [(torch.randn(3, 2), torch.randn(2, 4)) for _ in range(2)]
     places = [plain(tmp_path / f"a{t}", pair) for t, pair in enumerate(pairs)]
@@ -183,7 +183,7 @@ PAIR = (torch.ones(3, 2), torch.ones(2, 4))
 
 
 @pytest.mark.parametrize(
-    ("settings", "more", "word"),
+    ("settings", "changes", "word"),
     [
         ({"lora_bias": True}, {}, "lora_bias.*into a model"),
         ({"bias": "all"}, {}, "bias"),
@@ -197,11 +197,11 @@ PAIR = (torch.ones(3, 2), torch.ones(2, 4))
     ],
 )
 def test_what_is_refused(
-    tmp_path: Path, settings: dict[str, Any], more: dict[str, Any], word: str
+    tmp_path: Path, settings: dict[str, Any], changes: dict[str, Any], word: str
 ) -> None:
     places = [plain(tmp_path / "a", PAIR, **settings), plain(tmp_path / "b", PAIR)]
     with pytest.raises(BLRError, match=word):
-        merge_adapters(places, tmp_path / "out", **more)
+        merge_adapters(places, tmp_path / "out", **changes)
     assert not (tmp_path / "out").exists()
 
 
@@ -247,9 +247,8 @@ def test_a_recipe_writes_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixtur
     for file in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (expected.folder / file).read_bytes()
     (tmp_path / "recipe.yml").write_text(RECIPE.format(method="ties"))
-    assert "ties makes no adapter" in refused(
-        capsys, "merge", tmp_path / "recipe.yml", tmp_path / "no"
-    )
+    line = refused(capsys, "merge", tmp_path / "recipe.yml", tmp_path / "no")
+    assert "ties makes no adapter" in line
 
 
 def test_dora_needs_its_base(tmp_path: Path) -> None:

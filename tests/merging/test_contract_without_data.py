@@ -25,9 +25,11 @@ from blr_analysis.merging.task_matrices import ace, iso_c, tsv_m, wudi
 
 
 class MatrixContract(MergeContract):
-    """A method of a layer's matrices; all else is averaged."""
+    """A method for the matrices of layers; other tensors are averaged."""
 
-    weights, options, close = (0.7, 0.4, 0.2), {"scale": SCALE}, 1e-8
+    weights = (0.7, 0.4, 0.2)
+    options: ClassVar[dict[str, Any]] = {"scale": SCALE}
+    close = 1e-8
 
     def step(self, steps: list[np.ndarray]) -> np.ndarray:
         raise NotImplementedError
@@ -86,7 +88,8 @@ class TestWudi(MatrixContract):
 
 
 class TestAce(TestWudi):
-    method, options = "ace", {"scale": SCALE, "damping": 0.3}
+    method = "ace"
+    options: ClassVar[dict[str, Any]] = {"scale": SCALE, "damping": 0.3}
     damping = 0.3
 
 
@@ -95,18 +98,18 @@ class TestNuslerp(MergeContract):
     weights = (0.3, 0.9)
 
     def formula(self, base: Tensor, models: Tensor, h: Tensor, first: Tensor, name: str) -> Tensor:
-        one, two = models - base
+        first_step, second_step = models - base
         t = 0.75
-        cosine = float((one * two).sum() / one.norm() / two.norm())
+        cosine = float((first_step * second_step).sum() / first_step.norm() / second_step.norm())
         if abs(cosine) > 0.9995:
-            return base + (1 - t) * one + t * two
+            return base + (1 - t) * first_step + t * second_step
         angle = math.acos(cosine)
-        arc = math.sin((1 - t) * angle) * one + math.sin(t * angle) * two
+        arc = math.sin((1 - t) * angle) * first_step + math.sin(t * angle) * second_step
         return base + arc / math.sin(angle)
 
 
 class SelectionContract(MergeContract):
-    """A method that weighs by itself."""
+    """A method that takes no weights."""
 
     weights = (1.0, 1.0, 1.0)
 
@@ -118,7 +121,9 @@ class SelectionContract(MergeContract):
 
 
 class TestNearswap(SelectionContract):
-    method, weights, options = "nearswap", (1.0,), {"t": 0.05}
+    method = "nearswap"
+    weights = (1.0,)
+    options: ClassVar[dict[str, Any]] = {"t": 0.05}
 
     def step(self, base: Tensor, steps: Tensor) -> Tensor:
         """Interpolated by t / |θ_1 − θ_0|, 1 at most."""
@@ -127,7 +132,8 @@ class TestNearswap(SelectionContract):
 
 
 class TestRam(SelectionContract):
-    method, options = "ram", {"epsilon": 0.04}
+    method = "ram"
+    options: ClassVar[dict[str, Any]] = {"epsilon": 0.04}
 
     def step(self, base: Tensor, steps: Tensor) -> Tensor:
         changed = steps.abs() > 0.04
@@ -136,21 +142,23 @@ class TestRam(SelectionContract):
 
 
 class TestRamPlus(SelectionContract):
-    method, options = "ramplus_tl", {"epsilon": 0.04, "r": 0.3, "alpha": 0.5}
+    method = "ramplus_tl"
+    options: ClassVar[dict[str, Any]] = {"epsilon": 0.04, "r": 0.3, "alpha": 0.5}
 
     def step(self, base: Tensor, steps: Tensor) -> Tensor:
         flat = steps.reshape(len(steps), -1)
         changed = flat.abs() > 0.04
         result = torch.zeros_like(flat[0])
         for k in range(flat.shape[1]):
-            who = changed[:, k].nonzero().flatten().tolist()
-            if len(who) > 1:
-                result[k] = flat[who, k].mean()
-            elif who:
-                alone = changed[who[0]] & (changed.sum(0) == 1)
-                shared = changed[who[0]] & (changed.sum(0) > 1)
+            models = changed[:, k].nonzero().flatten().tolist()
+            if len(models) > 1:
+                result[k] = flat[models, k].mean()
+            elif len(models) == 1:
+                (model,) = models
+                alone = changed[model] & (changed.sum(0) == 1)
+                shared = changed[model] & (changed.sum(0) > 1)
                 overlap = float(shared.sum()) / float(alone.sum())
-                result[k] = flat[who[0], k] * (1 + 0.3 * min(overlap, 0.5))
+                result[k] = flat[model, k] * (1 + 0.3 * min(overlap, 0.5))
         return result.view_as(base)
 
     def test_a_long_tensor_is_merged_in_pieces(self) -> None:
@@ -158,7 +166,8 @@ class TestRamPlus(SelectionContract):
 
 
 class TestSce(SelectionContract):
-    method, options = "sce", {"select_topk": 0.4}
+    method = "sce"
+    options: ClassVar[dict[str, Any]] = {"select_topk": 0.4}
 
     def step(self, base: Tensor, steps: Tensor) -> Tensor:
         flat = steps.reshape(len(steps), -1).clone()
@@ -188,16 +197,18 @@ class TestArceeFusion(SelectionContract):
 
 
 class TestBreadcrumbs(MergeContract):
-    method, options = "breadcrumbs", {"density": 0.5, "gamma": 0.2, "scale": SCALE}
+    method = "breadcrumbs"
+    options: ClassVar[dict[str, Any]] = {"density": 0.5, "gamma": 0.2, "scale": SCALE}
     elects = False
 
     def formula(self, base: Tensor, models: Tensor, h: Tensor, first: Tensor, name: str) -> Tensor:
         pulls = torch.zeros_like(models)
         for weight, pull, step in zip(self.weights, pulls, models - base, strict=True):
-            count = step.numel()
-            order = sorted(range(count), key=lambda k: -abs(float(step.flatten()[k])))
-            dropped = min(int(0.2 * count), count - int(0.5 * count))
-            stays = order[dropped : dropped + int(0.5 * count)]
+            size = step.numel()
+            order = sorted(range(size), key=lambda k: -abs(float(step.flatten()[k])))
+            count = int(0.5 * size)
+            dropped = min(int(0.2 * size), size - count)
+            stays = order[dropped : dropped + count]
             pull.view(-1)[stays] = weight * step.flatten()[stays]
         if self.elects:
             sign = torch.where(pulls.sum(0) >= 0, 1.0, -1.0)
@@ -218,7 +229,7 @@ class TestDellaLinear(MergeContract):
     options: ClassVar[dict[str, Any]] = {"density": 0.5, "epsilon": 0.2, "scale": SCALE, "seed": 3}
 
     def steps(self, base: Tensor, models: Tensor, name: str) -> Tensor:
-        """Thinned row by row, with the draws of the package and chances by sorting."""
+        """Steps thinned row by row, with the draws of the package and chances by sorting."""
         rows = base.shape[0] if base.ndim > 1 else 1
         thinned = torch.zeros_like(models).view(len(models), rows, -1)
         for t, model in enumerate(models):
@@ -236,15 +247,16 @@ class TestDellaLinear(MergeContract):
         return base + SCALE * (self.shares(models) * self.steps(base, models, name)).sum(0)
 
     def test_a_long_tensor_is_merged_in_pieces(self) -> None:
-        """By any number of threads the same rows stay, in about the share that is asked for."""
+        """The same entries stay for any number of threads, in about the share of ``density``."""
         base = {"w": torch.zeros(40, 20_011)}
         models = [{"w": torch.randn(40, 20_011)} for _ in self.weights]
-        how = self.arguments([], None)
-        one = blr.merge(base, models, **how, threads=1)["w"]
-        three = blr.merge(base, models, **how, threads=3, max_memory=90_000_000)["w"]
-        assert torch.equal(one, three)
-        alone = {"density": 0.5, "epsilon": 0.2, "method": "della_linear"}
-        share = float((blr.merge(base, models[:1], **alone)["w"] != 0).double().mean())
+        arguments = self.arguments([], None)
+        actual = blr.merge(base, models, **arguments, threads=1)["w"]
+        in_pieces = blr.merge(base, models, **arguments, threads=3, max_memory=90_000_000)["w"]
+        assert torch.equal(actual, in_pieces)
+        settings = {"density": 0.5, "epsilon": 0.2, "method": "della_linear"}
+        thinned = blr.merge(base, models[:1], **settings)["w"]
+        share = float((thinned != 0).double().mean())
         assert abs(share - 0.5) < 0.005
 
 
@@ -256,14 +268,14 @@ class TestDella(TestDellaLinear):
         pulls = self.shares(models) * self.steps(base, models, name)
         sign = torch.where(pulls.sum(0) >= 0, 1.0, -1.0)
         agree = pulls * sign > 0
-        below = (self.shares(models) * agree).sum(0)
-        return base + SCALE * (pulls * agree).sum(0) / torch.where(below == 0, 1.0, below)
+        total = (self.shares(models) * agree).sum(0)
+        return base + SCALE * (pulls * agree).sum(0) / torch.where(total == 0, 1.0, total)
 
 
 @pytest.mark.parametrize("merged", [iso_c, tsv_m, wudi, ace], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("shape", [(7, 3), (3, 7)])
 def test_one_task_of_one_direction_is_itself(merged: Any, shape: tuple[int, int]) -> None:
-    """A step of rank 1: no method has anything to change."""
+    """No method changes a step of rank 1."""
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(n, 1, generator=generator).double() for n in shape)
     step = left @ right.mT
@@ -273,18 +285,20 @@ def test_one_task_of_one_direction_is_itself(merged: Any, shape: tuple[int, int]
 
 @pytest.mark.parametrize("merged", [iso_c, tsv_m, wudi, ace], ids=lambda f: f.__name__)
 def test_a_turned_layer_has_the_turned_merge(merged: Any) -> None:
-    """Steps of low rank and one of zeros: Q Δ_t Rᵀ merge to Q times the merge of the Δ_t times Rᵀ.
+    """Q Δ_t Rᵀ merge to Q times the merge of the Δ_t times Rᵀ, for steps of low rank and of zeros.
 
-    Singular vectors of value 0 are not unique and would break this.
+    A method that used the singular vectors of value 0, which are not unique, would break this.
     """
     generator = torch.Generator().manual_seed(0)
-    shapes = [(8, 2), (2, 6), (8, 1), (1, 6), (8, 8), (6, 6)]
-    a, b, c, d, outputs, inputs = (
-        torch.randn(shape, generator=generator).double() for shape in shapes
-    )
-    steps = [a @ b, c @ d, torch.zeros(8, 6).double()]
-    q = torch.linalg.qr(outputs).Q
-    r = torch.linalg.qr(inputs).Q
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).double()
+
+    rank_two = normal(8, 2) @ normal(2, 6)
+    rank_one = normal(8, 1) @ normal(1, 6)
+    steps = [rank_two, rank_one, torch.zeros(8, 6).double()]
+    q = torch.linalg.qr(normal(8, 8)).Q
+    r = torch.linalg.qr(normal(6, 6)).Q
     weights = [1.0, 0.7, 0.4]
     turned = merged([q @ step @ r.mT for step in steps], weights)
     torch.testing.assert_close(turned, q @ merged(steps, weights) @ r.mT)
@@ -320,7 +334,7 @@ def test_a_damaged_model_is_refused(method: str, value: float) -> None:
 
 @pytest.mark.parametrize("t", [0.0, 0.3, 1.0])
 def test_t_of_slerp_is_the_share_of_the_angle(t: float) -> None:
-    """Two vectors of length 1 at a right angle: the merge is at t·90° between them."""
+    """The merge of two unit vectors at a right angle is at t·90° between them."""
     models = [{"w": vector} for vector in torch.eye(2)]
     merged = blr.merge(None, models, method="slerp", t=t)["w"]
     angle = torch.tensor(t * math.pi / 2)
@@ -335,14 +349,14 @@ def test_opposite_numbers_have_no_spherical_mean() -> None:
 
 
 def test_layers_that_store_inputs_first_are_turned() -> None:
-    """Conv1D's [inputs, outputs], known by its bias: the same merge as of Linear layers."""
+    """Conv1D stores [inputs, outputs], which its bias shows; it merges as a Linear layer does."""
     linear = {"fc.weight": torch.randn(5, 3), "fc.bias": torch.randn(5)}
     models = [{name: t + 0.1 * torch.randn_like(t) for name, t in linear.items()} for _ in "ab"]
     turned = [{**m, "fc.weight": m["fc.weight"].mT.contiguous()} for m in (linear, *models)]
     for method in ("wudi", "ace"):
         merged = blr.merge(linear, models, method=method)
-        other = blr.merge(turned[0], turned[1:], method=method)
-        torch.testing.assert_close(other["fc.weight"].mT, merged["fc.weight"])
+        merged_turned = blr.merge(turned[0], turned[1:], method=method)
+        torch.testing.assert_close(merged_turned["fc.weight"].mT, merged["fc.weight"])
 
 
 def test_convolutions_are_matrices() -> None:
@@ -359,7 +373,7 @@ TWO = [near(B, 1), near(B, 2)]
 
 
 @pytest.mark.parametrize(
-    ("more", "word"),
+    ("changes", "word"),
     [
         ({"method": "nearswap", "models": TWO[:1]}, "nearswap needs t"),
         ({"method": "nearswap", "t": 0.1}, "merges one model with the base"),
@@ -381,9 +395,9 @@ TWO = [near(B, 1), near(B, 2)]
         ({"method": "model_stock", "weights": [1.0, 0.5]}, "weights="),
     ],
 )
-def test_calls_that_make_no_sense(more: dict[str, Any], word: str) -> None:
+def test_calls_that_make_no_sense(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(BLRError, match=word):
-        blr.merge(**{"base": B, "models": TWO, **more})
+        blr.merge(**{"base": B, "models": TWO, **changes})
 
 
 def test_a_plan_counts_what_is_held_at_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is merged by when no method is named: precisions damped by their means, never a surprise."""
+"""The default method: an average by precisions that are damped by their means."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_long_tensor_has_one_mean() -> None:
 
 
 @pytest.mark.parametrize(
-    "more",
+    "changes",
     [
         {"delta": 0.3},
         {"base_precision": curved(4)},
@@ -97,10 +97,10 @@ def test_a_long_tensor_has_one_mean() -> None:
     ids=["delta", "base_precision", "a negative weight", "of NumPy", "for one tensor"],
 )
 def test_where_the_formula_is_asked_for_it_stands(
-    family: dict[str, Any], more: dict[str, Any]
+    family: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    merged = blr.merge(**family, **more)
-    formula = blr.merge(**family, **more, method="gradient_matching")
+    merged = blr.merge(**family, **changes)
+    formula = blr.merge(**family, **changes, method="gradient_matching")
     assert all(torch.equal(merged[name], formula[name]) for name in formula)
 
 
@@ -113,7 +113,7 @@ def test_where_nobody_has_a_precision_the_average_stands(family: dict[str, Any])
 
 
 def test_auto_without_data(family: dict[str, Any]) -> None:
-    """It is the default where there are precisions, and else the average."""
+    """It is the default method where there are precisions, and the average elsewhere."""
     merged = blr.merge(**family, method="auto")
     default = blr.merge(**family)
     assert all(torch.equal(merged[name], default[name]) for name in default)
@@ -139,8 +139,8 @@ def test_auto_without_data_in_a_recipe(
         lines.append(f"  - model: ft{t}")
     recipe = tmp_path / "recipe.yml"
     recipe.write_text("\n".join(lines))
-    code, _, err = run(capsys, "merge", recipe, tmp_path / "out")
-    assert code == 0, err
+    code, _, errors = run(capsys, "merge", recipe, tmp_path / "out")
+    assert code == 0, errors
     merged = load_file(tmp_path / "out" / "model.safetensors")
     for name in merged:
         truth = torch.stack([model[name] for model in family["models"]]).mean(0)
@@ -151,7 +151,7 @@ def test_auto_without_data_in_a_recipe(
 
 @pytest.fixture(scope="module")
 def trained() -> dict[str, Any]:
-    """Models trained on inputs of other directions, and data that they have not seen."""
+    """Models trained on inputs of different directions, and data that they have not seen."""
     teacher = mlp(seed=5)
     base = mlp(seed=1)
     tasks = []

@@ -1,4 +1,4 @@
-"""Tables and pictures of mismatches and merge curves: what is drawn is what was found."""
+"""Tables and pictures of mismatches and merge curves show the numbers of their results."""
 
 from __future__ import annotations
 
@@ -19,12 +19,23 @@ from blr_analysis.plots import plot_merge_curve, plot_mismatch
 
 
 def row(merge: str, task: str, size: float, **changes: float) -> dict[str, Any]:
-    nan = dict.fromkeys(("test_nll_own", "test_nll_merged", "mismatch_in_metric"), math.nan)
-    nan |= dict.fromkeys(("test_accuracy_own", "test_accuracy_merged"), math.nan)
-    sizes = {"mismatch": 10 * size, "mismatch_per_example": size, "distance": 2 * size, "gap": size}
-    nlls = {"nll_own": 0.5, "nll_merged": 0.5 + size / 10}
-    right = {"accuracy_own": 0.9, "accuracy_merged": 0.9 - size / 40}
-    return {"merge": merge, "task": task, **nan, **sizes, **nlls, **right, **changes}
+    """A row of the mismatch table, without test data or a metric unless ``changes`` has them."""
+    numbers = {
+        "mismatch": 10 * size,
+        "mismatch_per_example": size,
+        "mismatch_in_metric": math.nan,
+        "distance": 2 * size,
+        "gap": size,
+        "nll_own": 0.5,
+        "nll_merged": 0.5 + size / 10,
+        "accuracy_own": 0.9,
+        "accuracy_merged": 0.9 - size / 40,
+        "test_nll_own": math.nan,
+        "test_nll_merged": math.nan,
+        "test_accuracy_own": math.nan,
+        "test_accuracy_merged": math.nan,
+    }
+    return {"merge": merge, "task": task, **numbers, **changes}
 
 
 def mismatch(merges: int = 2, **changes: float) -> GradientMismatch:
@@ -45,7 +56,8 @@ def curve(
     for method, weights in rows:
         loss = 0.3 + (weights[0] - 0.6) ** 2
         losses = tuple(loss + 0.1 * t for t in range(len(tasks)))
-        points.append(MergePoint(method, weights, losses, tuple(0.9 - x / 10 for x in losses)))
+        accuracies = tuple(0.9 - x / 10 for x in losses)
+        points.append(MergePoint(method, weights, losses, accuracies))
     return MergeCurve(points, ("a", "b"), tasks, shape)
 
 
@@ -68,10 +80,10 @@ def test_drawn_where_asked_or_on_a_figure_of_its_own(name: str) -> None:
     figure = Figure()
     ax = figure.subplots()
     assert EVERY[name](ax) is ax
-    own = EVERY[name]()
+    ax_of_its_own = EVERY[name]()
     file = BytesIO()
-    own.figure.savefig(file)
-    assert own.figure is not figure
+    ax_of_its_own.figure.savefig(file)
+    assert ax_of_its_own.figure is not figure
     assert file.getvalue().startswith(b"\x89PNG")
     with pytest.raises(InputError, match="ax must be"):
         EVERY[name]("axes")
@@ -81,10 +93,10 @@ def test_points_of_the_mismatch_lie_where_the_table_says() -> None:
     actual = mismatch()
     table = actual.table
     ax = plot_mismatch(actual)
-    for k, group in enumerate(table.groupby("merge", sort=False)):
+    for k, (_, rows) in enumerate(table.groupby("merge", sort=False)):
         drawn = np.asarray(ax.collections[k].get_offsets())
-        rise = group[1].nll_merged - group[1].nll_own
-        np.testing.assert_allclose(drawn, np.column_stack([group[1].mismatch_per_example, rise]))
+        rise = rows.nll_merged - rows.nll_own
+        np.testing.assert_allclose(drawn, np.column_stack([rows.mismatch_per_example, rise]))
     boxes = [b for b in ax.artists if isinstance(b, AnnotationBbox)]
     assert all(isinstance(b.offsetbox, TextArea) for b in boxes)
     assert sorted(b.offsetbox.get_text() for b in boxes) == sorted(table.task)
@@ -92,7 +104,7 @@ def test_points_of_the_mismatch_lie_where_the_table_says() -> None:
     assert [t.get_text() for t in legend.get_texts()] == ["merge 0", "merge 1"]
     assert plot_mismatch(mismatch(1)).get_legend() is None
     lines = [line for line in ax.lines if len(line.get_xdata()) == 2 and line.get_zorder() == 1]
-    assert len(lines) == 3  # from each task in one merge to the same in the other
+    assert len(lines) == 3  # one for each task, between its two merges
     assert "training data" in ax.get_ylabel()
 
 
@@ -108,7 +120,7 @@ def test_the_cost_is_that_on_test_data_where_there_are_any() -> None:
 
 
 def line(ax: Axes, label: str) -> tuple[np.ndarray, np.ndarray]:
-    (actual,) = (each for each in ax.lines if each.get_label() == label)
+    (actual,) = (curve_line for curve_line in ax.lines if curve_line.get_label() == label)
     return np.asarray(actual.get_xdata()), np.asarray(actual.get_ydata())
 
 
@@ -121,10 +133,12 @@ def test_one_method_shows_its_tasks_and_their_mean() -> None:
         np.testing.assert_allclose(x, GRID)
         np.testing.assert_allclose(y, losses + extra)
     x, y = line(ax, "best: α = 0.6")
-    assert (x[0], y[0]) == (0.6, pytest.approx(0.35))
-    alone = plot_merge_curve(curve(SHARED, tasks=("news",)))
-    labels = [each.get_label() for each in alone.lines if each.get_label()[0] != "_"]
-    assert labels == ["news", "best: α = 0.6"]
+    assert x[0] == 0.6
+    assert y[0] == pytest.approx(0.35)
+    ax_of_one_task = plot_merge_curve(curve(SHARED, tasks=("news",)))
+    labels = [curve_line.get_label() for curve_line in ax_of_one_task.lines]
+    in_legend = [label for label in labels if not label.startswith("_")]
+    assert in_legend == ["news", "best: α = 0.6"]
 
 
 def test_rows_and_grids_show_the_order() -> None:
@@ -155,12 +169,12 @@ def test_bad_input(draw: Any, result: Any, measure: str, word: str) -> None:
 
 def test_results_find_their_tables_and_pictures() -> None:
     failed = MergePoint("arithmetic", (1.5, 1.5), (math.inf,) * 2, (math.nan,) * 2, "outputs")
-    tried = curve(BOTH)
-    tried = MergeCurve([*tried.points, failed], *("ab", ("news", "books"), "shared"))
-    table = tried.table
+    points = [*curve(BOTH).points, failed]
+    result = MergeCurve(points, ("a", "b"), ("news", "books"), "shared")
+    table = result.table
     assert table.loc[table.best, ["method", "weight"]].values.tolist() == [["matching", 0.6]]
     assert table.failure.tolist() == [""] * 22 + ["outputs"]
     assert math.isinf(table.nll[22])
-    assert "1 could not be run" in tried.plot().get_title()
+    assert "1 could not be run" in result.plot().get_title()
     assert list(mismatch().table.task[:3]) == ["news", "books", "films"]
     assert isinstance(mismatch().plot(), Axes)

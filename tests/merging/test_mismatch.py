@@ -28,9 +28,9 @@ def average(*states: State) -> State:
 
 
 def loaded(model: nn.Module, weights: State) -> nn.Module:
-    other = copy.deepcopy(model)
-    other.load_state_dict(weights)
-    return other
+    merged = copy.deepcopy(model)
+    merged.load_state_dict(weights)
+    return merged
 
 
 def by_autograd(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, float, float]:
@@ -38,8 +38,8 @@ def by_autograd(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, float, 
     f = model(x)
     loss = F.cross_entropy(f, y, reduction="sum")
     grads = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
-    right = float((f.argmax(1) == y).double().mean())
-    return torch.cat([g.flatten() for g in grads]), float(loss.detach()), right
+    accuracy = float((f.argmax(1) == y).double().mean())
+    return torch.cat([g.flatten() for g in grads]), float(loss.detach()), accuracy
 
 
 def flat(weights: State) -> Tensor:
@@ -50,9 +50,9 @@ def flat(weights: State) -> Tensor:
 def test_every_number_by_plain_autograd(batch_size: int) -> None:
     models = {"a": mlp(seed=1), "b": mlp(seed=2)}
     data = {"a": examples(3), "b": examples(4, 11)}
-    held = {"a": examples(5, 9), "b": examples(6, 8)}
+    test_data = {"a": examples(5, 9), "b": examples(6, 8)}
     tasks = {k: Task(models[k], data[k], batch_size=batch_size) for k in models}
-    tests = {k: Task(mlp(seed=9), held[k], batch_size=batch_size) for k in reversed(list(models))}
+    tests = {k: Task(mlp(seed=9), test_data[k], batch_size=batch_size) for k in ("b", "a")}
     merged = average(*map(copied, models.values()))
     curved = {k: {n: torch.rand_like(t) + 0.1 for n, t in merged.items()} for k in models}
     before = {k: copied(m) for k, m in models.items()}
@@ -62,30 +62,38 @@ def test_every_number_by_plain_autograd(batch_size: int) -> None:
     assert set(table["merge"]) == {"merged"}
     total: Any = 0
     for k, model in models.items():
-        there = loaded(model, merged)
-        g, loss, right = by_autograd(model, *data[k])
-        g_merged, loss_merged, right_merged = by_autograd(there, *data[k])
+        merged_model = loaded(model, merged)
+        g, loss, accuracy = by_autograd(model, *data[k])
+        g_merged, loss_merged, accuracy_merged = by_autograd(merged_model, *data[k])
         total = total + g_merged
         n = len(data[k][1])
         step = flat(merged) - flat(before[k])
         h = flat(curved[k])
-        _, test_loss, test_right = by_autograd(model, *held[k])
-        _, test_merged, test_right_merged = by_autograd(there, *held[k])
-        m = len(held[k][1])
+        _, test_loss, test_accuracy = by_autograd(model, *test_data[k])
+        _, test_loss_merged, test_accuracy_merged = by_autograd(merged_model, *test_data[k])
+        n_test = len(test_data[k][1])
         change = g_merged - g
         gap = loss_merged - loss
         expected = {
-            **{"n_data": n, "mismatch": float(change.norm())},
+            "n_data": n,
+            "mismatch": float(change.norm()),
             "mismatch_per_example": float(change.norm()) / n,
             "mismatch_in_metric": float((change**2 / h).sum().sqrt()),
-            **{"gradient_own": float(g.norm()), "gradient_merged": float(g_merged.norm())},
-            **{"distance": float(step.norm()), "gap": gap, "gap_per_example": gap / n},
+            "gradient_own": float(g.norm()),
+            "gradient_merged": float(g_merged.norm()),
+            "distance": float(step.norm()),
+            "gap": gap,
+            "gap_per_example": gap / n,
             "gap_by_gradient": float((g + g_merged) @ step) / 2,
             "gap_by_precision": float(g @ step + (h * step**2).sum() / 2),
-            **{"nll_own": loss / n, "nll_merged": loss_merged / n},
-            **{"accuracy_own": right, "accuracy_merged": right_merged},
-            **{"test_nll_own": test_loss / m, "test_nll_merged": test_merged / m},
-            **{"test_accuracy_own": test_right, "test_accuracy_merged": test_right_merged},
+            "nll_own": loss / n,
+            "nll_merged": loss_merged / n,
+            "accuracy_own": accuracy,
+            "accuracy_merged": accuracy_merged,
+            "test_nll_own": test_loss / n_test,
+            "test_nll_merged": test_loss_merged / n_test,
+            "test_accuracy_own": test_accuracy,
+            "test_accuracy_merged": test_accuracy_merged,
         }
         assert set(expected) == set(table.columns) - {"merge"}
         for column, value in expected.items():
@@ -96,7 +104,7 @@ def test_every_number_by_plain_autograd(batch_size: int) -> None:
 
 
 def linear_tasks(count: int, prior: float) -> tuple[list[Task], list[State], list[State]]:
-    """Features that are orthogonal, so that XᵀX is diagonal; H_t; θ_t from base 0."""
+    """Regressions whose features are orthogonal, so that XᵀX is diagonal; H_t; θ_t from base 0."""
     tasks = []
     curved = []
     models = []
@@ -118,23 +126,24 @@ def linear_tasks(count: int, prior: float) -> tuple[list[Task], list[State], lis
 def test_gradient_matching_of_linear_regressions_is_the_optimum_of_all(prior: float) -> None:
     tasks, curved, models = linear_tasks(3, prior)
     base = {"weight": torch.zeros(1, 3, dtype=torch.float64)}
-    given: dict[str, Any] = dict(dtype=torch.float64)
+    options: dict[str, Any] = dict(dtype=torch.float64)
     merges = {
-        "matching": merge(base, models, precisions=curved, delta=prior, **given),
-        "arithmetic": merge(base, models, method="task_arithmetic", **given),
+        "matching": merge(base, models, precisions=curved, delta=prior, **options),
+        "arithmetic": merge(base, models, method="task_arithmetic", **options),
     }
-    xs, ys = (torch.cat([t.dataset.tensors[k] for t in tasks]) for k in (0, 1))
+    xs = torch.cat([task.dataset.tensors[0] for task in tasks])
+    ys = torch.cat([task.dataset.tensors[1] for task in tasks])
     best = torch.linalg.solve(xs.T @ xs + prior * torch.eye(3).double(), xs.T @ ys)
     torch.testing.assert_close(merges["matching"]["weight"][0], best, rtol=0, atol=1e-12)
     actual = gradient_mismatch(tasks, merges, precisions=curved)
-    # At the optimum the pulls of the tasks and of the prior cancel …
+    # At the optimum the gradients of the tasks and of the prior cancel …
     assert actual.joint["matching"] == pytest.approx(prior * float(best.norm()), abs=1e-12)
     assert actual.joint["arithmetic"] > 1
-    # … and what is left of each is H_t (θ* − θ_t).
+    # … and the gradient of each task is H_t (θ* − θ_t).
     rows = actual.table[actual.table["merge"] == "matching"]
-    for mismatch, h, own in zip(rows.mismatch, curved, models, strict=True):
-        left = h["weight"][0] * (best - own["weight"][0])
-        assert mismatch == pytest.approx(float(left.norm()), rel=1e-10)
+    for mismatch, h, model in zip(rows.mismatch, curved, models, strict=True):
+        gradient = h["weight"][0] * (best - model["weight"][0])
+        assert mismatch == pytest.approx(float(gradient.norm()), rel=1e-10)
     totals = actual.totals()
     assert totals["matching"] < totals["arithmetic"]
     assert "arithmetic: mismatch" in repr(actual)
@@ -159,7 +168,8 @@ def test_the_tensors_share_the_gap_by_gradient() -> None:
         leaves = {name: p.clone().requires_grad_() for name, p in weights.items()}
         outputs = torch.func.functional_call(model, leaves, (x,))
         loss = torch.nn.functional.cross_entropy(outputs, y, reduction="sum")
-        slopes.append(dict(zip(leaves, torch.autograd.grad(loss, [*leaves.values()]), strict=True)))
+        gradients = torch.autograd.grad(loss, [*leaves.values()])
+        slopes.append(dict(zip(leaves, gradients, strict=True)))
     for name, part in parts.items():
         step = moved[name] - home[name]
         expected = sum(float((slope[name] * step).sum()) for slope in slopes) / 2
@@ -183,11 +193,13 @@ def test_a_posterior_foretells_by_its_data_part_and_measures_by_the_whole() -> N
     ]
     merged = average(*models)
     actual = gradient_mismatch(tasks, merged, precisions=posteriors).table
-    data, both = (gradient_mismatch(tasks, merged, precisions=p).table for p in (curved, whole))
-    assert actual.gap_by_precision.tolist() == pytest.approx(data.gap_by_precision.tolist())
-    assert actual.mismatch_in_metric.tolist() == pytest.approx(both.mismatch_in_metric.tolist())
-    assert (data.gap_by_precision < both.gap_by_precision).all()
-    assert (data.mismatch_in_metric > both.mismatch_in_metric).all()
+    by_data = gradient_mismatch(tasks, merged, precisions=curved).table
+    by_whole = gradient_mismatch(tasks, merged, precisions=whole).table
+    assert actual.gap_by_precision.tolist() == pytest.approx(by_data.gap_by_precision.tolist())
+    in_metric = by_whole.mismatch_in_metric.tolist()
+    assert actual.mismatch_in_metric.tolist() == pytest.approx(in_metric)
+    assert (by_data.gap_by_precision < by_whole.gap_by_precision).all()
+    assert (by_data.mismatch_in_metric > by_whole.mismatch_in_metric).all()
 
 
 def test_one_model_for_all_tasks_with_the_weights_named() -> None:
@@ -198,8 +210,8 @@ def test_one_model_for_all_tasks_with_the_weights_named() -> None:
     together = [Task(shared, d) for d in data]
     merged = average(*map(copied, models))
     expected = gradient_mismatch(apart, merged).table
-    for given in (list(map(copied, models)), models):
-        actual = gradient_mismatch(together, merged, models=given).table
+    for weights in (list(map(copied, models)), models):
+        actual = gradient_mismatch(together, merged, models=weights).table
         assert actual.drop(columns="merge").equals(expected.drop(columns="merge"))
     with pytest.raises(InputError, match="share one model"):
         gradient_mismatch(together, merged)
@@ -208,23 +220,24 @@ def test_one_model_for_all_tasks_with_the_weights_named() -> None:
 def test_several_merges_are_made_when_their_turn_comes_and_let_go_of() -> None:
     models = [mlp(seed=1), mlp(seed=2)]
     tasks = [Task(m, examples(3 + k)) for k, m in enumerate(models)]
-    made: list[weakref.ref] = []
+    storages: list[weakref.ref] = []
 
     def mixed(share: float) -> State:
-        assert all(ref() is None for ref in made)
-        one, two = map(copied, models)
-        actual = {n: share * one[n] + (1 - share) * two[n] for n in one}
-        made.append(weakref.ref(actual["0.weight"].untyped_storage()))
+        assert all(ref() is None for ref in storages)
+        first, second = map(copied, models)
+        actual = {n: share * first[n] + (1 - share) * second[n] for n in first}
+        storages.append(weakref.ref(actual["0.weight"].untyped_storage()))
         return actual
 
     merges = {f"{share}": partial(mixed, share) for share in (0.0, 0.5, 1.0)}
     table = gradient_mismatch(tasks, merges).table.set_index(["merge", "task"])
     assert list(table.index) == [(m, t) for m in merges for t in "12"]
-    assert len(made) == 3
+    assert len(storages) == 3
     assert table.loc[("0.0", "2"), "mismatch"] == 0
     assert table.loc[("1.0", "1"), "mismatch"] == 0
-    same = gradient_mismatch(tasks, loaded(models[0], average(*map(copied, models)))).table
-    assert same.mismatch.tolist() == pytest.approx(table.loc["0.5"].mismatch.tolist(), rel=1e-12)
+    averaged = loaded(models[0], average(*map(copied, models)))
+    expected = gradient_mismatch(tasks, averaged).table.mismatch.tolist()
+    assert table.loc["0.5"].mismatch.tolist() == pytest.approx(expected, rel=1e-12)
 
 
 def test_buffers_and_frozen_parameters_are_those_of_the_merge() -> None:
@@ -249,8 +262,9 @@ def test_buffers_and_frozen_parameters_are_those_of_the_merge() -> None:
         assert table.mismatch[k] == pytest.approx(float((g_merged - g).norm()), rel=1e-10)
         assert table.gap[k] == pytest.approx(loss_merged - loss, rel=1e-10)
         assert all(torch.equal(t, before[k][n]) for n, t in model.state_dict().items())
-        own = gradient_mismatch(tasks[k], {n: merged[n] for n, p in model.named_parameters()})
-        assert own.table.gap.item() != pytest.approx(table.gap[k])  # the model's own statistics
+        parameters = {n: merged[n] for n, _ in model.named_parameters()}
+        with_own_buffers = gradient_mismatch(tasks[k], parameters).table
+        assert with_own_buffers.gap.item() != pytest.approx(table.gap[k])
     wrong = {**merged, "3.weight": merged["3.weight"] * math.nan}
     with pytest.raises(InputError, match="NaN"):
         gradient_mismatch(tasks, wrong)
@@ -263,26 +277,25 @@ def test_buffers_and_frozen_parameters_are_those_of_the_merge() -> None:
 def test_sequences_with_tied_weights_under_either_name() -> None:
     x = torch.tensor([[0, 1, 2, 3], [4, 5, 0, 1]])
     model = tiny_lm(1, tied=True)
-    other = tiny_lm(2, tied=True)
-    f = other(x).logits.detach()
+    merged_model = tiny_lm(2, tied=True)
+    f = merged_model(x).logits.detach()
     y = f.argmax(-1)  # three tokens right in one sequence, two wrong in the other
     y[1] = (y[1] + 1) % 6
     y[0, 3:] = -100
     y[1, 2:] = -100
     task = Task(model, (x, y), likelihood="tokens", batch_size=1)
     loss = float(F.cross_entropy(f.flatten(0, 1), y.flatten(), reduction="sum"))
-    both = copied(other)
-    distance = float(
-        (flat(dict(other.named_parameters())) - flat(dict(model.named_parameters()))).norm()
-    )
+    merged = copied(merged_model)
+    step = flat(dict(merged_model.named_parameters())) - flat(dict(model.named_parameters()))
     for left_out in ("read.weight", "words.weight", None):
-        (row,) = gradient_mismatch(task, {n: t for n, t in both.items() if n != left_out}).rows
+        stored = {n: t for n, t in merged.items() if n != left_out}
+        (row,) = gradient_mismatch(task, stored).rows
         assert row["nll_merged"] == pytest.approx(loss / 2, rel=1e-10)
         assert row["accuracy_merged"] == pytest.approx(3 / 5)
-        assert row["distance"] == pytest.approx(distance)
-    both["read.weight"] += 1
+        assert row["distance"] == pytest.approx(float(step.norm()))
+    merged["read.weight"] += 1
     with pytest.raises(InputError, match=r"'words.weight' and 'read.weight' differ"):
-        gradient_mismatch(task, both)
+        gradient_mismatch(task, merged)
 
 
 def test_merges_in_folders(tmp_path: Path) -> None:
@@ -291,8 +304,8 @@ def test_merges_in_folders(tmp_path: Path) -> None:
     folders = [write_model(tmp_path / str(k), copied(model)) for k, model in enumerate(models)]
     expected = gradient_mismatch(tasks, average(*map(copied, models))).table
     report = merge(None, folders, method="linear", dtype=torch.float64, out=tmp_path / "merged")
-    for given in (report, tmp_path / "merged", str(tmp_path / "merged" / "model.safetensors")):
-        actual = gradient_mismatch(tasks, given, models=folders).table
+    for merged in (report, tmp_path / "merged", str(tmp_path / "merged" / "model.safetensors")):
+        actual = gradient_mismatch(tasks, merged, models=folders).table
         assert actual.mismatch.tolist() == pytest.approx(expected.mismatch.tolist(), rel=1e-9)
     with pytest.raises(StorageError, match="nowhere"):
         gradient_mismatch(tasks, tmp_path / "nowhere")
@@ -303,6 +316,7 @@ TASKS = [Task(m, examples(3 + k)) for k, m in enumerate(MODELS)]
 MERGED = average(*map(copied, MODELS))
 CURVED = [{n: torch.ones_like(t) for n, t in MERGED.items()}] * 2
 FROZEN = copy.deepcopy(MODELS[0]).requires_grad_(False)
+LINEAR = nn.Linear(4, 3).double()
 
 
 @pytest.mark.parametrize(
@@ -323,11 +337,14 @@ FROZEN = copy.deepcopy(MODELS[0]).requires_grad_(False)
         (TASKS, MERGED, {"precisions": CURVED[:1]}, "one for each of 2"),
         (TASKS, MERGED, {"precisions": [CURVED[0], {"w": torch.ones(1)}]}, "does not fit"),
         ([Task(FROZEN, examples(3))], MERGED, {}, "requires_grad"),
-        ([Task(nn.Linear(4, 3).double(), examples(3))], MERGED, {}, "task '1'.*another model"),
+        (
+            [Task(LINEAR, examples(3))],
+            MERGED,
+            {"models": [copied(LINEAR)]},
+            "task '1'.*another model",
+        ),
     ],
 )
 def test_bad_input(tasks: Any, merged: Any, options: dict[str, Any], word: str) -> None:
     with pytest.raises(InputError, match=word):
-        if "another model" in word:
-            options = {"models": [copied(nn.Linear(4, 3).double())]}
         gradient_mismatch(tasks, merged, **options)

@@ -41,12 +41,14 @@ class Setting:
         self.tasks = {k: Task(self.model, d, batch_size=7) for k, d in self.data.items()}
 
     def scores(self, weights: State) -> dict[str, tuple[float, float]]:
-        other = mlp()
-        other.load_state_dict(weights)
+        """The loss and the accuracy on each task, by plain torch."""
+        model = mlp()
+        model.load_state_dict(weights)
         actual = {}
-        for k, (x, y) in self.data.items():
-            f = other(x).detach()
-            actual[k] = (float(F.cross_entropy(f, y)), float((f.argmax(1) == y).double().mean()))
+        for name, (x, y) in self.data.items():
+            f = model(x).detach()
+            accuracy = float((f.argmax(1) == y).double().mean())
+            actual[name] = (float(F.cross_entropy(f, y)), accuracy)
         return actual
 
 
@@ -59,22 +61,22 @@ def test_every_point_is_the_merge_run_by_hand(method: str) -> None:
     rows = [(0.2, 0.5, 1.0), (1.0, 1.0, 1.0), (0.3, 0.3, 0.4), (1.2, -0.1, 0.4)]
     before = copied(S.model)
     curved: dict[str, Any] = {"precisions": S.precisions, "base_precision": S.prior}
-    delta = {"delta": 0.1} if method == "gradient_matching" else {}
-    curve = merge_curve(
-        S.base, S.models, S.tasks, method=method, weights=rows, **curved, **delta, **DOUBLE
-    )
+    options: dict[str, Any] = {"method": method, **DOUBLE}
+    if method == "gradient_matching":
+        options["delta"] = 0.1
+    curve = merge_curve(S.base, S.models, S.tasks, weights=rows, **curved, **options)
     assert curve.models == ("news", "books", "films")
     assert curve.tasks == ("news", "books")
     assert [p.weights for p in curve.points] == rows
     assert curve.methods == (method,)
-    held = {k: v for k, v in curved.items() if METHODS[method].takes(k)}
-    if "precisions" in held:
-        held["precisions"] = list(S.precisions.values())
+    if METHODS[method].takes("precisions"):
+        options["precisions"] = list(S.precisions.values())
+    if METHODS[method].takes("base_precision"):
+        options["base_precision"] = S.prior
     table = curve.table
-    many = list(S.models.values())
+    models = list(S.models.values())
     for (_, row), weights in zip(table.iterrows(), rows, strict=True):
-        how = {"method": method, "weights": weights, **held, **delta, **DOUBLE}
-        scores = S.scores(merge(S.base, many, **how))
+        scores = S.scores(merge(S.base, models, weights=weights, **options))
         for k, (nll, accuracy) in scores.items():
             assert row[f"nll_{k}"] == pytest.approx(nll, rel=1e-9)
             assert row[f"accuracy_{k}"] == pytest.approx(accuracy)
@@ -96,12 +98,12 @@ def test_one_weight_for_all_and_the_default_grid() -> None:
     assert alphas == sorted({k / 10 for k in range(16)} | {1 / 3})
     assert curve.shape == "shared"
     assert all(len(set(p.weights)) == 1 for p in curve.points)
-    given = merge_curve(
+    curve_of_two = merge_curve(
         S.base, S.models, S.tasks, method="task_arithmetic", weights=[0.5, 0.0, 0.5], **DOUBLE
     )
-    assert [p.weights for p in given.points] == [(0.5,) * 3, (0.0,) * 3]
+    assert [p.weights for p in curve_of_two.points] == [(0.5,) * 3, (0.0,) * 3]
     nll = S.scores(S.base)
-    assert given.points[1].nlls == pytest.approx([s[0] for s in nll.values()], rel=1e-12)
+    assert curve_of_two.points[1].nlls == pytest.approx([s[0] for s in nll.values()], rel=1e-12)
 
 
 def test_all_combinations_of_some_weights() -> None:
@@ -137,26 +139,27 @@ def curve_of(*rows: tuple[tuple[float, ...], float, float]) -> MergeCurve:
 
 
 def test_the_rule_of_the_best() -> None:
-    """The loss, then the accuracy, then the distance; rounding errors choose nothing."""
+    """The loss decides, then the accuracy, then the distance; a rounding error never does."""
     rows = [((1.0, 1.0), 0.5, 0.8), ((0.0, 1.0), 0.4, 0.7), ((-0.9, 0.9), 0.4, 0.75)]
     near = [((0.5, 0.5), 0.4, 0.75), ((0.9, 0.0), math.nan, 0.9)]
     assert curve_of(*rows, *near).best.weights == (0.5, 0.5)
     assert curve_of(*rows).best.weights == (-0.9, 0.9)
     assert curve_of(*rows[:2]).best.weights == (0.0, 1.0)
-    assert curve_of(((1.0, 1.0), 0.5 - 1e-9, 0.8), ((0.1, 0.1), 0.5, 0.8)).best.weights[0] == 0.1
+    almost_equal = curve_of(((1.0, 1.0), 0.5 - 1e-9, 0.8), ((0.1, 0.1), 0.5, 0.8))
+    assert almost_equal.best.weights == (0.1, 0.1)
     with pytest.raises(InputError, match="method"):
         curve_of(*rows).best_of("other")
 
 
 def test_several_methods_in_one_call() -> None:
-    given: dict[str, Any] = dict(precisions=list(S.precisions.values()), **DOUBLE)
+    settings: dict[str, Any] = dict(precisions=list(S.precisions.values()), **DOUBLE)
     names = ["gradient_matching", "task_arithmetic", "linear"]
     curve = merge_curve(
-        S.base, S.models, S.tasks, method=names, delta=0.2, weights=[0.0, 0.5, 1.0], **given
+        S.base, S.models, S.tasks, method=names, delta=0.2, weights=[0.0, 0.5, 1.0], **settings
     )
     assert list(curve.methods) == names
     assert len(curve) == 9
-    alone = merge_curve(S.base, S.models, S.tasks, delta=0.2, weights=[0.0, 0.5, 1.0], **given)
+    alone = merge_curve(S.base, S.models, S.tasks, delta=0.2, weights=[0.0, 0.5, 1.0], **settings)
     assert [p.nlls for p in curve.points[:3]] == [p.nlls for p in alone.points]
     assert curve.best_of("gradient_matching").nll == alone.best.nll
     first = curve.points[6]  # of the average, with weights 0
@@ -169,8 +172,8 @@ def test_several_methods_in_one_call() -> None:
 
 def test_a_merge_that_overflows_is_not_the_end() -> None:
     models = {k: {n: 1e300 * t for n, t in m.items()} for k, m in S.models.items()}
-    how: dict[str, Any] = {"method": "task_arithmetic", **DOUBLE}
-    curve = merge_curve(S.base, models, S.tasks, weights=[0.0, 1e10], **how)
+    settings: dict[str, Any] = {"method": "task_arithmetic", **DOUBLE}
+    curve = merge_curve(S.base, models, S.tasks, weights=[0.0, 1e10], **settings)
     good, bad = curve.points
     assert good.failure == ""
     assert curve.best is good
@@ -178,21 +181,21 @@ def test_a_merge_that_overflows_is_not_the_end() -> None:
     assert math.isinf(bad.nll)
     assert math.isnan(bad.accuracy)
     with pytest.raises(ModelError, match="none of the 1 merges"):
-        merge_curve(S.base, models, S.tasks, weights=[1e10], **how)
+        merge_curve(S.base, models, S.tasks, weights=[1e10], **settings)
 
 
 def test_posteriors_modules_and_other_dtypes() -> None:
-    posteriors = {
-        k: Posterior(S.models[k], {n: h + 1.5 for n, h in c.items()}, prior_precision=1.5, n_data=5)
-        for k, c in S.precisions.items()
-    }
-    given: dict[str, Any] = dict(weights=[1.0], delta=0.1, **DOUBLE)
-    plain = merge_curve(S.base, S.models, S.tasks, precisions=S.precisions, **given)
-    actual = merge_curve(S.model, S.models, S.tasks, precisions=posteriors, **given)
+    posteriors = {}
+    for name, curved in S.precisions.items():
+        whole = {n: h + 1.5 for n, h in curved.items()}
+        posteriors[name] = Posterior(S.models[name], whole, prior_precision=1.5, n_data=5)
+    settings: dict[str, Any] = dict(weights=[1.0], delta=0.1, **DOUBLE)
+    plain = merge_curve(S.base, S.models, S.tasks, precisions=S.precisions, **settings)
+    actual = merge_curve(S.model, S.models, S.tasks, precisions=posteriors, **settings)
     assert actual.best.nlls == pytest.approx(plain.best.nlls, rel=1e-10)
     single = {k: {n: t.float() for n, t in m.items()} for k, m in S.models.items()}
     base = {n: t.float() for n, t in S.base.items()}
-    near = merge_curve(base, single, S.tasks, precisions=S.precisions, **given)
+    near = merge_curve(base, single, S.tasks, precisions=S.precisions, **settings)
     assert near.best.nlls == pytest.approx(plain.best.nlls, rel=1e-5)
 
 
@@ -225,7 +228,7 @@ BROKEN = Task(S.model, (X, torch.where(torch.arange(17) == 15, 7, Y)), batch_siz
     ],
 )
 def test_bad_input(changes: dict[str, Any], error: type[Exception], word: str) -> None:
-    given = dict(base=S.base, models=S.models, tasks=S.tasks, method="task_arithmetic", **DOUBLE)
-    given.update(changes)
+    arguments = {"base": S.base, "models": S.models, "tasks": S.tasks, "method": "task_arithmetic"}
+    arguments |= {**DOUBLE, **changes}
     with pytest.raises(error, match=word):
-        merge_curve(given.pop("base"), given.pop("models"), given.pop("tasks"), **given)
+        merge_curve(**arguments)

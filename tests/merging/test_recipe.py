@@ -62,12 +62,12 @@ def test_every_key_arrives_in_the_job(read: Read, place: Path) -> None:
         "parameters: {delta: 1e-3, missing_precision: zero, normalize: true}\n"
         "dtype: float64\nout_dtype: bfloat16"
     )
-    one = Member(place / "ft1", place / "ft2/precision", -0.5, 100)
-    two = Member(place / "ft2", place / "ft2/precision", 2.0)  # the precision beside it
+    member = Member(place / "ft1", place / "ft2/precision", -0.5, 100)
+    second = Member(place / "ft2", place / "ft2/precision", 2.0)  # the precision beside it
     dtypes = {"dtype": torch.float64, "out_dtype": torch.bfloat16}
-    told: dict[str, Any] = {"delta": 1e-3, "missing_precision": "zero", "normalize": True}
+    settings: dict[str, Any] = {"delta": 1e-3, "missing_precision": "zero", "normalize": True}
     base = place / "base", place / "base/precision"
-    assert actual.job == Job("gradient_matching", (one, two), *base, **told, **dtypes)
+    assert actual.job == Job("gradient_matching", (member, second), *base, **settings, **dtypes)
     assert actual.notes == ()
 
 
@@ -82,8 +82,8 @@ def test_the_precisions_beside_the_models_are_taken(read: Read, place: Path) -> 
 
 
 def test_defaults_are_the_methods_own(read: Read) -> None:
-    own = {"gradient_matching": 1.0, "fisher": 1.0, "linear": 1.0, "task_arithmetic": 0.5}
-    for method, weight in own.items():
+    weights = {"gradient_matching": 1.0, "fisher": 1.0, "linear": 1.0, "task_arithmetic": 0.5}
+    for method, weight in weights.items():
         actual = read(f"merge_method: {method}\nbase_model: base\n{BOTH}")
         assert [member.weight for member in actual.job.members] == [weight] * 2
         job = actual.job
@@ -138,16 +138,16 @@ def test_whose_weight_decides(read: Read) -> None:
     assert actual.job.members[0].weight == 0.5
     assert weight_of(actual.job.members[1], "layers.0.mlp.weight") == 0.1
     assert weight_of(actual.job.members[1], "layers.0.norm.weight") == 0.5
-    for told, names in (("{}", ["ft1", "ft2"]), ("{weight: 2}", ["ft1", "ft2", "base"])):
-        actual = read(f"{HEAD}base_model: base\n{BOTH}parameters: {told}")
+    for lines, names in (("{}", ["ft1", "ft2"]), ("{weight: 2}", ["ft1", "ft2", "base"])):
+        actual = read(f"{HEAD}base_model: base\n{BOTH}parameters: {lines}")
         assert [m.model.name for m in actual.job.members] == names
 
 
 def merge(root: Path, text: str) -> tuple[dict[str, Tensor], Path]:
     (root / "r.yml").write_text(text)
-    out = root / f"out{len(list(root.iterdir()))}"
-    execute(make_plan(read_recipe(root / "r.yml").job), out)
-    return Folder.open(out).tensors(), out
+    folder = root / f"out{len(list(root.iterdir()))}"
+    execute(make_plan(read_recipe(root / "r.yml").job), folder)
+    return Folder.open(folder).tensors(), folder
 
 
 def test_slerp_with_a_gradient(place: Path) -> None:
@@ -156,8 +156,8 @@ def test_slerp_with_a_gradient(place: Path) -> None:
         "merge_method: slerp\nbase_model: base\nmodels: [{model: ft1}, {model: base}]\n"
         "parameters: {t: [{filter: norm, value: 1}, {value: [0, 1]}]}\n",
     )
-    base, one = (Folder.open(place / n).tensors() for n in ("base", "ft1"))
-    at = {"layers.0.mlp.weight": base, "layers.1.mlp.weight": one, "layers.0.norm.weight": one}
+    base, tuned = (Folder.open(place / n).tensors() for n in ("base", "ft1"))
+    at = {"layers.0.mlp.weight": base, "layers.1.mlp.weight": tuned, "layers.0.norm.weight": tuned}
     for name, expected in at.items():
         torch.testing.assert_close(tensors[name], expected[name], rtol=0, atol=1e-6)
 
@@ -170,25 +170,31 @@ def test_densities_and_weights_run_over_the_layers(place: Path) -> None:
         "- model: ft2\n  parameters:\n    density: 0.5\n"
         "    weight: [{filter: mlp, value: 0.5}, {value: 0.2}]\n",
     )
-    base, one, two = (Folder.open(place / n).tensors() for n in ("base", "ft1", "ft2"))
+    base, first, second = (Folder.open(place / n).tensors() for n in ("base", "ft1", "ft2"))
     for layer, (weight, density) in enumerate([(0.3, 1.0), (0.6, 0.5)]):
-        for part, other in (("mlp", 0.5), ("norm", 0.2)):
+        for part, second_weight in (("mlp", 0.5), ("norm", 0.2)):
             n = f"layers.{layer}.{part}.weight"
-            how = {"weights": [weight, other], "density": [density, 0.5], "scale": 0.7}
-            expected = blr.merge({n: base[n]}, [{n: one[n]}, {n: two[n]}], method="ties", **how)
+            expected = blr.merge(
+                {n: base[n]},
+                [{n: first[n]}, {n: second[n]}],
+                method="ties",
+                weights=[weight, second_weight],
+                density=[density, 0.5],
+                scale=0.7,
+            )
             assert torch.equal(tensors[n], expected[n])
 
 
 def test_where_models_are(
     read: Read, place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Beside the recipe, at home, or in the cache of the hub, whatever the working folder is."""
+    """Beside the recipe, at home, or in the hub's cache, whatever the working folder."""
     commit = "0a1b2c3d" * 5
-    kept = tmp_path / "models--org--model"
-    snapshot = write_model(kept / "snapshots" / commit, near(state(0), 4))
-    (kept / "refs").mkdir()
+    cache = tmp_path / "models--org--model"
+    snapshot = write_model(cache / "snapshots" / commit, near(state(0), 4))
+    (cache / "refs").mkdir()
     for ref in ("main", "v1"):
-        (kept / "refs" / ref).write_text(commit)
+        (cache / "refs" / ref).write_text(commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HOME", str(place))
     monkeypatch.chdir(tmp_path)
@@ -274,16 +280,17 @@ def test_slices_of_all_layers_are_models(read: Read) -> None:
     """One slice, or several that follow one another with the same models and parameters."""
     models = "{{model: ft1, layer_range: {0}, parameters: {{weight: 2}}}}, "
     models += "{{model: ft2, layer_range: {0}, parameters: {{weight: [0, 1]}}}}"
-    one = "{{sources: [" + models + "]}}"
+    layer_slice = "{{sources: [" + models + "]}}"
     for ranges in (["[0, 2]"], ["[0, 1]", "[1, 2]"]):
-        slices = ", ".join(one.format(layers) for layers in ranges)
+        slices = ", ".join(layer_slice.format(layers) for layers in ranges)
         recipe = read(f"merge_method: linear\nslices: [{slices}]")
         first, second = recipe.job.members
         assert weight_of(first, "layers.0.mlp.weight") == 2
         assert weight_of(second, "layers.1.mlp.weight") == 1
-    own = one.format("[0, 1]") + ", {sources: [{model: ft1, layer_range: [1, 2]}]}"
+    first_slice = layer_slice.format("[0, 1]")
+    second_slice = "{sources: [{model: ft1, layer_range: [1, 2]}]}"
     with pytest.raises(InputError, match="of its own"):
-        read(f"merge_method: linear\nslices: [{own}]")
+        read(f"merge_method: linear\nslices: [{first_slice}, {second_slice}]")
 
 
 def test_the_parameters_of_a_slice_are_those_of_all(read: Read) -> None:
@@ -399,10 +406,10 @@ VALUES = st.recursive(
     max_leaves=20,
 )
 ENTRY = st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3).map(
-    lambda more: {"model": "ft1", **more}
+    lambda keys: {"model": "ft1", **keys}
 )
 RECIPES = st.builds(
-    lambda method, models, more: {"merge_method": method, "models": models, **more},
+    lambda method, models, keys: {"merge_method": method, "models": models, **keys},
     st.sampled_from(METHODS),
     st.one_of(VALUES, st.lists(ENTRY, max_size=2)),
     st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=5),
@@ -442,15 +449,16 @@ def test_the_first_fitting_rule_decides() -> None:
     assert actual("model.layers.3.mlp.up.weight") == 0.75  # of mlp, although it is in layer 3
     assert actual("model.layers.3.norm.weight") == 7.0
     assert actual("model.layers.2.norm.weight") == 2.0
-    assert actual("lm_head.weight") == 0.5  # of which no rule speaks
+    assert actual("lm_head.weight") == 0.5  # no rule fits it
     assert repr(actual) == "mlp: [0.0, 1.0]; layers.3: 7.0; norm: 2.0; 0.5"
 
 
 def test_stacks_of_layers() -> None:
-    """Each has a depth of its own, the only layer stands at the end, gaps are no layers."""
+    """Each stack has its own depth; a single layer stands at the end; numbers with gaps are no
+    layers."""
     names = [f"encoder.block.{i}.w" for i in range(3)] + [f"decoder.block.{i}.w" for i in range(5)]
-    known = depths([*names, "one.0.w", "head.0.weight", "head.3.weight"])
-    assert known == {"encoder.block": 3, "decoder.block": 5, "one": 1}
+    stack_of = depths([*names, "one.0.w", "head.0.weight", "head.3.weight"])
+    assert stack_of == {"encoder.block": 3, "decoder.block": 5, "one": 1}
     places = {"encoder.block.1.w": 0.5, "decoder.block.1.w": 0.25, "one.0.w": 1.0}
     places |= {"head.3.weight": 0.0, "encoder.block.1.experts.7.w": 0.5}
-    assert {name: depth_of(name, known) for name in places} == places
+    assert {name: depth_of(name, stack_of) for name in places} == places

@@ -1,4 +1,4 @@
-"""Streaming: the promise about memory, the same bits however it is cut, and no half results."""
+"""Streaming: memory below the promise, the same bits for any cut, and no half results."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def big_family(root: Path, rows: int) -> dict[str, Any]:
         precision = {"embed": normal().abs(), "norm": torch.ones(64)}
         places.append(write_model(root / name, tuned, precision=precision))
     first, *curved = (place / "precision" for place in places)
-    given = {"base": places[0], "models": places[1:], "precisions": curved}
-    return {**given, "base_precision": first, "delta": 1e-6}
+    arguments = {"base": places[0], "models": places[1:], "precisions": curved}
+    return {**arguments, "base_precision": first, "delta": 1e-6}
 
 
 @pytest.mark.slow
@@ -72,15 +72,15 @@ def test_memory_stays_below_the_promise(tmp_path: Path) -> None:
         def peak():
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-        more = dict(max_memory={bound}, threads=2)
-        blr.merge(**{small!r}, **more, out={str(tmp_path / "warm")!r})
+        limits = dict(max_memory={bound}, threads=2)
+        blr.merge(**{small!r}, **limits, out={str(tmp_path / "warm")!r})
         before = peak()
-        blr.merge(**{family!r}, **more, out={str(tmp_path / "out")!r})
+        blr.merge(**{family!r}, **limits, out={str(tmp_path / "out")!r})
         print(peak() - before)
     """
-    told = {"capture_output": True, "text": True, "check": True, "cwd": ROOT}
+    options = {"capture_output": True, "text": True, "check": True, "cwd": ROOT}
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], **told, env=env)
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], **options, env=env)
     grown = int(run.stdout)
     assert grown <= bound < Folder.open(family["base"]).specs["embed"].nbytes / 2
 
@@ -92,7 +92,8 @@ def small_plan(root: Path) -> Any:
     return make_plan(Job("gradient_matching", members, family["base"], delta=1.0))
 
 
-def left(folder: Path) -> list[str]:
+def outputs_in(folder: Path) -> list[str]:
+    """Names of outputs, also of unfinished ones."""
     return sorted(p.name for p in folder.iterdir() if p.name.startswith(("out", ".out")))
 
 
@@ -110,7 +111,7 @@ def test_a_disk_that_is_full_or_fills_up_leaves_nothing(
     monkeypatch.setattr(shards, "_reserve", full)
     with pytest.raises(StorageError, match=word):
         execute(actual, tmp_path / "out")
-    assert left(tmp_path) == []
+    assert outputs_in(tmp_path) == []
 
 
 @pytest.mark.slow
@@ -121,10 +122,10 @@ def test_a_killed_merge_leaves_no_output_and_the_next_one_cleans_up(tmp_path: Pa
         import blr_analysis as blr
         from blr_analysis.files import shards
         put = shards.Shards.put
-        def slow(self, *given):
+        def slow(self, *arguments):
             print("going", flush=True)
             import time; time.sleep(0.5)
-            put(self, *given)
+            put(self, *arguments)
         shards.Shards.put = slow
         blr.merge(**{family!r}, out={str(tmp_path / "out")!r}, threads=1)
     """
@@ -135,9 +136,9 @@ def test_a_killed_merge_leaves_no_output_and_the_next_one_cleans_up(tmp_path: Pa
         with pytest.raises(StorageError, match="another run is writing"):
             blr.merge(**family, out=tmp_path / "out")
         run.send_signal(signal.SIGKILL)
-    assert left(tmp_path) == [".out.unfinished"]
+    assert outputs_in(tmp_path) == [".out.unfinished"]
     blr.merge(**family, out=tmp_path / "out")
-    assert left(tmp_path) == ["out"]
+    assert outputs_in(tmp_path) == ["out"]
 
 
 def test_a_file_that_changes_during_the_merge_is_refused(tmp_path: Path) -> None:
@@ -146,7 +147,7 @@ def test_a_file_that_changes_during_the_merge_is_refused(tmp_path: Path) -> None
     os.utime(file, ns=(time.time_ns(), time.time_ns() + 10**9))
     with pytest.raises(StorageError, match="was changed"):
         execute(actual, tmp_path / "out")
-    assert left(tmp_path) == []
+    assert outputs_in(tmp_path) == []
 
 
 def test_inputs_may_be_read_only_and_are_not_touched(tmp_path: Path) -> None:
@@ -168,9 +169,9 @@ def test_an_output_that_is_there_is_never_overwritten(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
     (full / "mine.txt").write_text("dear to me")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for taken in (full, full / "mine.txt", tmp_path / "link"):
+    for output in (full, full / "mine.txt", tmp_path / "link"):
         with pytest.raises(StorageError, match="name a new one"):
-            execute(actual, taken)
+            execute(actual, output)
     assert [p.read_text() for p in full.iterdir()] == ["dear to me"]
     for new in (empty, tmp_path / "b" / "c" / "out"):
         assert (execute(actual, new).folder / "model.safetensors").is_file()
@@ -178,23 +179,23 @@ def test_an_output_that_is_there_is_never_overwritten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_the_bar_ends_at_all_bytes(tmp_path: Path, threads: int) -> None:
-    told: list[int] = []
-    made = replace(small_plan(tmp_path), workers=threads)
+    bytes_read: list[int] = []
+    plan = replace(small_plan(tmp_path), workers=threads)
     devices = dict.fromkeys(state(0), torch.device("cpu"))
-    stream(made, Memory(made.tensors, devices), told.append)
-    assert sum(told) == made.bytes_read
+    stream(plan, Memory(plan.tensors, devices), bytes_read.append)
+    assert sum(bytes_read) == plan.bytes_read
 
 
-# What a merge refuses, and that it leaves nothing behind when it does.
+# Refusals, after which nothing is left behind.
 
 
 Family = dict[str, Any]
 Damage = Callable[[Family], object]
 
 
-def change(file: Path, how: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+def change(file: Path, damage: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     tensors = load_file(file)
-    how(tensors)
+    damage(tensors)
     save_file(tensors, file)
 
 
@@ -202,23 +203,24 @@ def model_of(family: Family) -> Path:
     return family["models"][0] / "model.safetensors"
 
 
-def on_model(how: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
-    return lambda f: change(model_of(f), how)
+def on_model(damage: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
+    return lambda f: change(model_of(f), damage)
 
 
-def on_precision(how: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
-    return lambda f: change(f["precisions"][0] / "precision.safetensors", how)
+def on_precision(damage: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
+    return lambda f: change(f["precisions"][0] / "precision.safetensors", damage)
 
 
-def recorded(**more: Any) -> Damage:
-    text = json.dumps(record(**{"parameters": ["scale"], **more}))
+def recorded(**fields: Any) -> Damage:
+    text = json.dumps(record(**{"parameters": ["scale"], **fields}))
     return lambda f: (f["precisions"][0] / "precision_config.json").write_text(text)
 
 
-def config(place: str | int, **more: Any) -> Damage:
-    def damage(f: Family) -> None:
-        file = (f["base"] if place == "base" else f["models"][place]) / "config.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
+def config(place: str | int, **fields: Any) -> Damage:
+    def damage(family: Family) -> None:
+        folder = family["base"] if place == "base" else family["models"][place]
+        settings = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**settings, **fields}))
 
     return damage
 
@@ -267,12 +269,12 @@ def test_one_clear_error_and_nothing_written(tmp_path: Path, damage: Damage, wor
     damage(family)
     with pytest.raises(BLRError, match=word):
         blr.merge(**family, out=tmp_path / "out")
-    assert left(tmp_path) == []
+    assert outputs_in(tmp_path) == []
 
 
 F: dict[str, Any] = family_in_memory()
 BARE: dict[str, Any] = {"precisions": None, "base_precision": None}
-TWO: dict[str, Any] = {"method": "fisher", "base_precision": None}
+FISHER: dict[str, Any] = {"method": "fisher", "base_precision": None}
 TASKS = [blr.Task(torch.nn.Linear(2, 2), (torch.ones(2, 2), torch.arange(2)))] * 2
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"models": [], "precisions": []}, "models is empty"),
@@ -294,9 +296,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"seeds": 1}, "takes no 'seeds'"),
     ({**BARE, "method": "linear", "weights": [1.0, -1.0]}, "sum to 0"),
     ({"max_memory": 1000}, "max_memory=1000 bytes is too little"),
-    ({**TWO, "shrink": 0.9}, "shrink is of precisions with factors"),
-    ({**TWO, "shrink": 1.1}, "shrink must be"),
-    ({**TWO, "power": True}, "power must be"),
+    ({**FISHER, "shrink": 0.9}, "shrink is of precisions with factors"),
+    ({**FISHER, "shrink": 1.1}, "shrink must be"),
+    ({**FISHER, "power": True}, "power must be"),
     # an argument without effect
     ({**BARE, "method": "linear", "scale": 0.5}, "scale="),
     ({**BARE, "method": "linear", "shrink": 0.9}, "shrink="),
@@ -304,7 +306,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"scale": 0.5}, "scale="),
     ({**BARE, "method": "task_arithmetic", "density": 0.5}, "density="),
     ({**BARE, "method": "linear", "precisions": F["precisions"]}, "precisions="),
-    ({**TWO, "delta": 1.0}, "delta="),
+    ({**FISHER, "delta": 1.0}, "delta="),
     ({**BARE, "method": "ties", "seed": 1}, "seed="),
     ({**BARE, "method": "ties", "rescale": False}, "rescale="),
     ({"method": "auto", "scale": 0.5}, "scale="),
@@ -313,7 +315,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**BARE, "method": "auto", "validate": TASKS, "delta": 1.0}, "delta=.*precisions="),
     ({**BARE, "method": "fisher", "tasks": TASKS, "power": 0.5}, "power=.*precisions="),
     ({**BARE, "method": "fisher", "tasks": TASKS, "trust": True}, "trust="),
-    ({**TWO, "tasks": TASKS}, "precisions="),
+    ({**FISHER, "tasks": TASKS}, "precisions="),
     ({**BARE, "tasks": TASKS}, 'method="fisher"'),
     ({**BARE, "method": "fisher", "tasks": TASKS[:1]}, "1 tasks for 2"),
     ({**BARE, "method": "fisher", "tasks": TASKS, "weights": [1, -0.5]}, "at least 0"),
@@ -327,23 +329,24 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("more", "word"), REFUSED)
-def test_calls_that_make_no_sense(more: dict[str, Any], word: str) -> None:
+@pytest.mark.parametrize(("changes", "word"), REFUSED)
+def test_calls_that_make_no_sense(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(BLRError, match=word):
-        blr.merge(**{**F, **more})
+        blr.merge(**{**F, **changes})
 
 
 def test_folders_and_state_dicts_may_be_mixed(tmp_path: Path) -> None:
-    """Whatever they are given as, the result is written where ``out`` is named, or comes back."""
+    """The result is written to ``out`` where that is named, and returned otherwise."""
     folders = write_family(tmp_path)
     memory = family_in_memory()
     expected = blr.merge(**memory, delta=1.0)
     mixed = {**folders, "models": memory["models"], "precisions": memory["precisions"]}
-    for given in (folders, mixed):
-        actual = blr.merge(**given, delta=1.0)
+    for arguments in (folders, mixed):
+        actual = blr.merge(**arguments, delta=1.0)
         assert all(torch.equal(actual[n], expected[n]) for n in expected)
     report = blr.merge(**mixed, delta=1.0, out=tmp_path / "out")
-    assert all(torch.equal(t, expected[n]) for n, t in Folder.open(report.folder).tensors().items())
+    written = Folder.open(report.folder).tensors()
+    assert all(torch.equal(tensor, expected[n]) for n, tensor in written.items())
     assert (report.folder / "config.json").is_file()
 
 
@@ -358,19 +361,19 @@ def test_a_merge_that_overflows_its_dtype() -> None:
 
 def test_a_model_equal_to_its_base_is_found_wherever_they_differ() -> None:
     base = {"w": torch.zeros(10_000)}
-    one = {"w": torch.zeros(10_000)}
+    model = {"w": torch.zeros(10_000)}
     with pytest.raises(BLRError, match="equals its base"):
-        blr.merge(base, [one], method="task_arithmetic")
-    one["w"][9_000] = 1.0
-    assert torch.equal(blr.merge(base, [one], method="task_arithmetic")["w"], one["w"])
+        blr.merge(base, [model], method="task_arithmetic")
+    model["w"][9_000] = 1.0
+    assert torch.equal(blr.merge(base, [model], method="task_arithmetic")["w"], model["w"])
 
 
 def test_an_adapter_needs_its_base_and_a_base_must_fit(tmp_path: Path) -> None:
-    """Also one that only gives its files."""
+    """Also a base that only gives its files."""
     tuned = [write_model(tmp_path / f"ft{t}", near(state(0), t)) for t in (1, 2)]
-    other = write_model(tmp_path / "other", {"odd": torch.ones(2, 2)})
+    foreign = write_model(tmp_path / "other", {"odd": torch.ones(2, 2)})
     with pytest.raises(BLRError, match="not the same model"):
-        blr.merge(other, tuned, method="linear", out=tmp_path / "out")
+        blr.merge(foreign, tuned, method="linear", out=tmp_path / "out")
     (tuned[0] / "adapter_config.json").write_text("{}")
     with pytest.raises(BLRError, match="is an adapter"):
         blr.merge(None, tuned, method="linear", out=tmp_path / "out")

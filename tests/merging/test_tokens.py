@@ -94,17 +94,17 @@ def test_the_words_are_those_of_transformers(tmp_path: Path, fast_one: bool) -> 
 
     if fast_one:
         words = Tokenizer(models.WordLevel({**NUMBERED, "<unk>": 3}, unk_token="<unk>"))
-        made = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+        peer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
     else:
         put(tmp_path, "vocab.txt", "[UNK]\n[SEP]\n[PAD]\n[CLS]\n[MASK]\nthe\na\n")
-        made = transformers.BertTokenizer(str(tmp_path / "vocab.txt"))
-    made.add_tokens(["<x>", "new"])
-    made.add_special_tokens({"pad_token": "<fill>"})
-    made.save_pretrained(tmp_path / "m")
-    assert vocabulary(tmp_path / "m") == made.get_vocab()
+        peer = transformers.BertTokenizer(str(tmp_path / "vocab.txt"))
+    peer.add_tokens(["<x>", "new"])
+    peer.add_special_tokens({"pad_token": "<fill>"})
+    peer.save_pretrained(tmp_path / "m")
+    assert vocabulary(tmp_path / "m") == peer.get_vocab()
 
 
-# Merges. A model is a list of words, and a row of random numbers for each.
+# Merges. A model is a list of words with a row of random numbers for each word.
 
 
 def with_tokens(
@@ -138,7 +138,7 @@ def with_tokens(
 def merge(
     root: Path, models: Sequence[str], *, method: str = "linear", source: str | None = None
 ) -> tuple[dict[str, Tensor], Path, list[str]]:
-    """A merge with weights of 1; the first of the models is the base, too, where there is one."""
+    """A merge with weights of 1; the model "base" is also the base, unless the method is linear."""
     entries = ", ".join(f"{{model: {name}}}" for name in models)
     text = f"merge_method: {method}\nmodels: [{entries}]\nparameters: {{weight: 1}}\n"
     if method != "linear":
@@ -146,10 +146,10 @@ def merge(
     if source is not None:
         text += f"tokenizer_source: {source}\n"
     (root / "r.yml").write_text(text)
-    out = root / f"out{len(list(root.iterdir()))}"
+    folder = root / f"out{len(list(root.iterdir()))}"
     plan = make_plan(read_recipe(root / "r.yml").job)
-    execute(plan, out)
-    return Folder.open(out).tensors(), out, plan.notes
+    execute(plan, folder)
+    return Folder.open(folder).tensors(), folder, plan.notes
 
 
 TOKENS = {"base": ["the", "a"], "one": ["the", "a", "<x>"], "two": ["the", "a", "<x>", "<y>"]}
@@ -162,10 +162,10 @@ def test_rows_that_one_vocabulary_appends(tmp_path: Path, method: str, source: s
     padding stand for no token."""
     for name, tokens in TOKENS.items():
         with_tokens(tmp_path, name, tokens, padding=3 * (name == "one"))
-    tensors, out, _ = merge(tmp_path, ["one", "two"], method=method, source=source)
+    tensors, folder, _ = merge(tmp_path, ["one", "two"], method=method, source=source)
     count = {"union": 4, "base": 2, "one": 3}[source]
-    assert json.loads((out / "config.json").read_text())["vocab_size"] == count
-    assert len(vocabulary(out)) == count
+    assert json.loads((folder / "config.json").read_text())["vocab_size"] == count
+    assert len(vocabulary(folder)) == count
     state = {name: Folder.open(tmp_path / name).tensors() for name in TOKENS}
     h = {n: Folder.open(tmp_path / n / "precision", stem="precision").tensors() for n in TOKENS}
     for name in ("embed.weight", "lm_head.weight"):
@@ -197,7 +197,7 @@ def mean_by_words(root: Path, models: Mapping[str, Sequence[str]], key: str) -> 
 @pytest.mark.parametrize("form", ["tokenizer.json", "added_tokens.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("padding", ["none", "to one length"])
 def test_the_mean_is_that_of_words(tmp_path: Path, form: str, padding: str) -> None:
-    """However the tokens that a model appends are stored, and where both have rows to spare."""
+    """For every way to store the tokens that a model appends, also where tables have spare rows."""
     models = {"long": ["the", "a", "<x>", "<y>"], "short": ["the", "a"]}
     for name, tokens in models.items():
         spare = 6 - len(tokens) if padding == "to one length" else 0
@@ -206,9 +206,9 @@ def test_the_mean_is_that_of_words(tmp_path: Path, form: str, padding: str) -> N
         if form != "tokenizer.json":
             put(folder, "tokenizer.json", fast({"the": 0, "a": 1}))
             put(folder, form, added if form == "added_tokens.json" else decoder(added))
-    tensors, out, notes = merge(tmp_path, ["short", "long"], source="union")
+    tensors, merged, notes = merge(tmp_path, ["short", "long"], source="union")
     assert notes == []
-    assert vocabulary(out) == {word: n for n, word in enumerate(models["long"])}
+    assert vocabulary(merged) == {word: n for n, word in enumerate(models["long"])}
     for key in ("embed.weight", "lm_head.weight"):
         assert len(tensors[key]) == (6 if padding == "to one length" else 4)
         for number, truth in enumerate(mean_by_words(tmp_path, models, key).values()):
@@ -239,7 +239,7 @@ def test_a_number_for_each_token_is_lengthened_with_the_table(tmp_path: Path, bi
 
 
 def test_a_bias_with_one_axis_more(tmp_path: Path) -> None:
-    """As ``final_logits_bias`` of BART, [1, V]."""
+    """As BART's ``final_logits_bias``, [1, V]."""
     for name, length in (("long", 5), ("short", 4)):
         tensors = {"shared.weight": torch.ones(length, 2), "bias": torch.ones(1, length) * length}
         folder = write_model(tmp_path / name, tensors)
@@ -314,11 +314,11 @@ def test_without_a_source_rows_are_merged_by_number_and_it_is_said(tmp_path: Pat
 
 
 def test_tokens_without_a_row(tmp_path: Path) -> None:
-    """Said of a model that has them, and refused where the result would have them anew."""
+    """A note names the model that has them; they are refused where the result needs their rows."""
     with_tokens(tmp_path, "base", TOKENS["base"])
     with_tokens(tmp_path, "short", TOKENS["two"], rows=2)
-    _, out, notes = merge(tmp_path, ["base", "short"], source="base")
-    assert vocabulary(out) == {"the": 0, "a": 1}
+    _, folder, notes = merge(tmp_path, ["base", "short"], source="base")
+    assert vocabulary(folder) == {"the": 0, "a": 1}
     assert "2 tokens of 'short' have none of its 2 rows, such as '<x>'" in notes[0]
     for source in ("union", "short"):
         with pytest.raises(InputError, match="no model has a row for '<x>' of 'short'"):
@@ -332,8 +332,9 @@ def test_a_tokenizer_alone_has_no_rows(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no model has a row for '<y>'"):
         merge(tmp_path, ["base", "one"], source="words")
     put(tmp_path / "words", "vocab.json", {"the": 0, "a": 1, "<x>": 2})
-    tensors, out, _ = merge(tmp_path, ["base", "one"], source="words")
-    assert (len(tensors["embed.weight"]), len(vocabulary(out))) == (3, 3)
+    tensors, folder, _ = merge(tmp_path, ["base", "one"], source="words")
+    assert len(tensors["embed.weight"]) == 3
+    assert len(vocabulary(folder)) == 3
 
 
 @pytest.mark.parametrize(
@@ -358,7 +359,7 @@ def test_tokenizers_that_are_not_read_are_said(tmp_path: Path, file: str, conten
 
 
 def test_the_same_from_python(tmp_path: Path) -> None:
-    """Folders are compared by whichever door they come; state dicts have no words."""
+    """Folders are compared from Python too; state dicts have no words."""
     places = {n: with_tokens(tmp_path, n, VOCABULARIES[n]) for n in ("base", "swapped", "one")}
     with pytest.raises(InputError, match="number 2 tokens differently"):
         blr.merge(places["base"], [places["swapped"]], method="linear")

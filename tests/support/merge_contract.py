@@ -41,32 +41,33 @@ class MergeContract:
 
     def arguments(self, precisions: list[Any], first: Any) -> dict[str, Any]:
         row = METHODS[self.method]
-        more: dict[str, Any] = {"method": self.method}
+        arguments: dict[str, Any] = {"method": self.method}
         if row.takes("weights"):
-            more["weights"] = list(self.weights)
+            arguments["weights"] = list(self.weights)
         if row.uses_precisions:
-            more["precisions"] = precisions
+            arguments["precisions"] = precisions
         if row.uses_base_precision:
-            more |= {"base_precision": first, "delta": DELTA}
-        return {**more, **self.options}
+            arguments |= {"base_precision": first, "delta": DELTA}
+        return {**arguments, **self.options}
 
     def family(self, dtype: torch.dtype) -> tuple[State, list[State], list[State], State]:
         base = state(0, dtype)
         times = range(1, self.count + 1)
         return base, [near(base, t) for t in times], [curved(t) for t in times], curved(0)
 
-    def in_memory(self, stored: torch.dtype, **more: Any) -> dict[str, Tensor]:
+    def in_memory(self, stored: torch.dtype, **options: Any) -> dict[str, Tensor]:
         base, models, precisions, first = self.family(stored)
-        given = self.arguments(precisions, first)
-        return blr.merge(base, models, **given, **more)
+        arguments = self.arguments(precisions, first)
+        return blr.merge(base, models, **arguments, **options)
 
     def test_in_memory_it_is_the_formula(self) -> None:
         base, models, precisions, first = self.family(torch.float64)
         actual = self.in_memory(torch.float64, dtype=torch.float64)
         assert list(actual) == list(SHAPES)
         for name in SHAPES:
-            every, h = (torch.stack([s[name].double() for s in ss]) for ss in (models, precisions))
-            truth = self.formula(base[name], every, h, first[name].double() + DELTA, name)
+            stacked = torch.stack([model[name].double() for model in models])
+            h = torch.stack([precision[name].double() for precision in precisions])
+            truth = self.formula(base[name], stacked, h, first[name].double() + DELTA, name)
             torch.testing.assert_close(actual[name], truth, rtol=0, atol=self.close, msg=name)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -81,16 +82,16 @@ class MergeContract:
             for t, (m, h) in enumerate(zip(models, precisions, strict=True))
         ]
         places = [f / "precision" for f in folders]
-        given = {**self.arguments(places, root / "precision"), "max_shard_bytes": 200}
+        arguments = {**self.arguments(places, root / "precision"), "max_shard_bytes": 200}
 
         def stop(*args: Any) -> None:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(shards.Shards, "put", stop)
-            blr.merge(root, folders, **given, out=tmp_path / "out")
+            blr.merge(root, folders, **arguments, out=tmp_path / "out")
         assert not any(p.name.startswith((".out", "out")) for p in tmp_path.iterdir())
-        report = blr.merge(root, folders, **given, threads=2, out=tmp_path / "out")
+        report = blr.merge(root, folders, **arguments, threads=2, out=tmp_path / "out")
         written = Folder.open(report.folder).tensors()
         memory = self.in_memory(dtype)
         assert len(report.shards) > 1
@@ -99,21 +100,20 @@ class MergeContract:
         assert all(t.dtype == dtype for t in written.values())
 
     def test_a_long_tensor_is_merged_in_pieces(self) -> None:
-        """Of a length that no piece divides: as the formula has it, for any memory and threads."""
+        """A tensor of a length that no piece divides is the formula, for any memory and threads."""
         generator = torch.Generator().manual_seed(0)
         base = torch.randn(2**19 + 77, generator=generator)
         models = [base + 0.1 * torch.randn(len(base), generator=generator) for _ in self.weights]
         h = [torch.rand(len(base), generator=generator) for _ in self.weights]
-        given = self.arguments([{"w": x} for x in h], {"w": h[0]})
-        actual = [
-            blr.merge({"w": base}, [{"w": m} for m in models], **given, **how)["w"]
-            for how in ({"threads": 1}, {"threads": 3, "max_memory": 60_000_000})
-        ]
-        assert torch.equal(*actual)
-        every = torch.stack(models).double()
+        arguments = self.arguments([{"w": x} for x in h], {"w": h[0]})
+        arguments |= {"base": {"w": base}, "models": [{"w": m} for m in models]}
+        actual = blr.merge(**arguments, threads=1)["w"]
+        in_pieces = blr.merge(**arguments, threads=3, max_memory=60_000_000)["w"]
+        assert torch.equal(actual, in_pieces)
+        stacked = torch.stack(models).double()
         curves = torch.stack(h).double()
-        truth = self.formula(base.double(), every, curves, curves[0] + DELTA, "w")
-        apart = (actual[0] - truth).abs() > 1e-4  # where rounding decides what is trimmed
+        truth = self.formula(base.double(), stacked, curves, curves[0] + DELTA, "w")
+        apart = (actual - truth).abs() > 1e-4  # where rounding decides what is trimmed
         assert float(apart.double().mean()) < 1e-5
 
     def test_weights_by_the_name(self) -> None:
@@ -121,15 +121,16 @@ class MergeContract:
             pytest.skip("the method weighs by itself")
         by_name = [lambda n, a=a: a if "layers.0" in n else 1.0 for a in self.weights]
         base, models, precisions, first = self.family(torch.float32)
-        given = self.arguments(precisions, first)
-        mixed = blr.merge(base, models, **{**given, "weights": by_name})
-        one = blr.merge(base, models, **{**given, "weights": 1.0})
-        for n, own in self.in_memory(torch.float32).items():
-            assert torch.equal(mixed[n], (own if "layers.0" in n else one[n]).view_as(own))
+        arguments = self.arguments(precisions, first)
+        mixed = blr.merge(base, models, **{**arguments, "weights": by_name})
+        unweighted = blr.merge(base, models, **{**arguments, "weights": 1.0})
+        for name, weighted in self.in_memory(torch.float32).items():
+            expected = weighted if "layers.0" in name else unweighted[name]
+            assert torch.equal(mixed[name], expected)
 
     @pytest.mark.parametrize("sign", [1.0, -1.0])
     def test_running_statistics_are_averaged(self, sign: float) -> None:
-        """No weights: by normalised weights, equal ones where some are negative; never negative."""
+        """By normalised weights; by equal ones where some are negative."""
         torch.manual_seed(0)
         base = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
         models = [copy.deepcopy(base) for _ in self.weights]
@@ -141,17 +142,17 @@ class MergeContract:
             model[1].num_batches_tracked += t
         ones = [{n: torch.ones_like(p) for n, p in m.named_parameters()} for m in models]
         weights = [1.0, *[2.0] * (self.count - 2), sign * 0.5]
-        given = self.arguments(ones, ones[0])
+        arguments = self.arguments(ones, ones[0])
         weighs = METHODS[self.method].takes("weights")
         if weighs:
-            given["weights"] = weights
+            arguments["weights"] = weights
         if sign < 0 and METHODS[self.method].positive:
             with pytest.raises(BLRError, match="takes no negative weights"):
-                blr.merge(base, models, **given)
+                blr.merge(base, models, **arguments)
             return
-        own = blr.merge(base, models, **given)
+        merged = blr.merge(base, models, **arguments)
         shares = torch.tensor(weights if sign > 0 and weighs else [1.0] * self.count)
         for name in ("1.running_var", "1.running_mean"):
-            each = torch.stack([m.state_dict()[name] for m in models])
-            torch.testing.assert_close(own[name], shares @ each / shares.sum())
-        assert int(own["1.num_batches_tracked"]) == 0
+            statistics = torch.stack([m.state_dict()[name] for m in models])
+            torch.testing.assert_close(merged[name], shares @ statistics / shares.sum())
+        assert int(merged["1.num_batches_tracked"]) == 0
