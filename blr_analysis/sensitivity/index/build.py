@@ -73,11 +73,10 @@ class Builder:
         plan = self.store.plan
         if "error" not in plan:
             error = self._measured_error()
-            entry = [error.relative_rms, error.spearman, error.pairs]
             if ranks.first():
-                write_record(self.store.path / PLAN, plan | {"error": entry})
+                write_record(self.store.path / PLAN, plan | {"error": error.entry})
             ranks.wait()
-        return ProjectionError(*self.store.plan["error"])
+        return ProjectionError.of_entry(self.store.plan["error"])
 
     def write_files(self) -> None:
         """Write the files of records that are missing."""

@@ -153,7 +153,7 @@ class Index:
         return cls(
             path,
             posterior,
-            ProjectionError(*config["error"]),
+            ProjectionError.of_entry(config["error"]),
             n_data=config["n_data"],
             numbers=config["numbers"],
             _rank=config["rank"],

@@ -42,6 +42,22 @@ class ProjectionError:
     pairs: int
 
     @classmethod
+    def of_entry(cls, entry: Sequence[Any]) -> ProjectionError:
+        """From what a record holds of it, :attr:`entry`."""
+        relative_rms, spearman, pairs = entry
+        return cls(math.inf if relative_rms is None else relative_rms, spearman, pairs)
+
+    @property
+    def entry(self) -> list[Any]:
+        """For a record in JSON, which has no infinity.
+
+        >>> ProjectionError.of_entry(ProjectionError(math.inf, 0.0, 4).entry).relative_rms
+        inf
+        """
+        is_finite = math.isfinite(self.relative_rms)
+        return [self.relative_rms if is_finite else None, self.spearman, self.pairs]
+
+    @classmethod
     def between(cls, estimate: Tensor, exact: Tensor) -> ProjectionError:
         """The error of ``estimate`` against ``exact``, of any equal shapes."""
         estimated = estimate.double().flatten()
