@@ -1,13 +1,13 @@
 """Planted facts: does a question find the text that states its answer?
 
-    python -m benchmarks.planted [--facts 30] [--passages 200] [--rank 4096] [--learned .5 1]
+    python -m benchmarks.planted [--facts 30] [--passages 200] [--rank 4096 ...] [--learned .5 1]
 
 A small Llama reads State-of-the-Union passages, and how people ask about mayors. It is then
 fine-tuned on other passages and on sentences that state planted facts, once each: memorised, or
 half-learned (half of the epochs). The questions are in the words of the fact, paraphrased, and
 turned round (the answer is what the fact begins with). Printed are recall@1 / MRR of the text that
-states it, by the index, by the index refined, by the exact influence of the same posterior, and by
-plain gradients: dot product and cosine.
+states it, by the index, by `blr-analysis query` (which refines the index's best), by the exact
+influence of the same posterior, and by plain gradients: dot product and cosine.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import blr_analysis as blr
+from blr_analysis.cli.query_options import REFINED
+from blr_analysis.sensitivity import Index
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tutorials"))
 import speeches
@@ -192,28 +194,42 @@ def found(scores: Tensor, sources: list[int]) -> tuple[float, float]:
     return float((place == 1).double().mean()), float((1 / place).mean())
 
 
-def scores(task: blr.Task, asked: blr.Task, rank: int) -> Iterator[tuple[str, Tensor]]:
-    """What each method says of every text and question, ``[N, M]``."""
+def refined(index: Index, questions: blr.Task, n_refined: int) -> Tensor:
+    """Exact influence of each question's best texts, ``[N, M]``.
+
+    The other texts follow in the index's order.
+    """
+    best = index.top(questions, n_refined, refine=n_refined, harmful=False)
+    values = index.influence(questions)
+    shift = best.helpful_values.min() - values.max() - 1
+    return (values + shift).scatter(0, best.helpful.mT, best.helpful_values.mT)
+
+
+def scores(task: blr.Task, questions: blr.Task, ranks: list[int]) -> Iterator[tuple[str, Tensor]]:
+    """The scores of every text for every question by each method, ``[N, M]``."""
     q = blr.fit_laplace(task, sampled=True)
-    with tempfile.TemporaryDirectory() as folder:
-        index = blr.Index.build(task, q, f"{folder}/index", rank=rank)
-        yield "index, in nats", index.influence(asked)
-        yield "index, by length", index.influence(asked, normalize=True)
-    yield "exact, in nats", blr.influence(task, q, asked).matrix
-    yield "exact, by length", blr.influence(task, q, asked, normalize=True).matrix
-    yield "gradient dot product", blr.influence(task, flat(task), asked).matrix
-    yield "gradient cosine", blr.influence(task, flat(task), asked, normalize="cosine").matrix
+    n_refined = min(REFINED, task.n_data)
+    for rank in ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            index = blr.Index.build(task, q, f"{folder}/index", rank=rank)
+            yield f"index {rank}, in nats", index.influence(questions)
+            yield f"index {rank}, by length", index.influence(questions, normalize=True)
+            yield f"query {rank}, in nats", refined(index, questions, n_refined)
+    yield "exact, in nats", blr.influence(task, q, questions).matrix
+    yield "exact, by length", blr.influence(task, q, questions, normalize=True).matrix
+    yield "gradient dot product", blr.influence(task, flat(task), questions).matrix
+    yield "gradient cosine", blr.influence(task, flat(task), questions, normalize="cosine").matrix
 
 
-def show(model: nn.Module, texts: Corpus, rank: int) -> None:
+def show(model: nn.Module, texts: Corpus, ranks: list[int]) -> None:
     """Print recall@1 / MRR of each method for each kind of question."""
     task = task_of(model.eval(), texts.texts)
     questions = [row for rows in texts.questions.values() for row in rows]
     sizes = [len(rows) for rows in texts.questions.values()]
-    for method, values in scores(task, task_of(model, questions), rank):
+    for method, values in scores(task, task_of(model, questions), ranks):
         by_kind = values.split(sizes, dim=1)
         figures = [found(part, texts.sources) for part in by_kind]
-        row = "".join(f"{recall:8.2f} / {rank:.2f}" for recall, rank in figures)
+        row = "".join(f"{recall:8.2f} / {reciprocal:.2f}" for recall, reciprocal in figures)
         print(f"  {method:<22}{row}", flush=True)
 
 
@@ -221,7 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--facts", type=int, default=30)
     parser.add_argument("--passages", type=int, default=200)
-    parser.add_argument("--rank", type=int, default=4096)
+    parser.add_argument("--rank", type=int, nargs="+", default=[4096])
     parser.add_argument("--learned", type=float, nargs="+", default=[0.5, 1.0])
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -230,7 +246,7 @@ def main() -> None:
     base = llama(len(texts.vocabulary))
     train(base, texts.base, EPOCHS, 4e-3)
     size = sum(p.numel() for p in base.parameters())
-    print(f"{size:,} parameters, {len(texts.texts)} texts, {asked.rank} numbers of each")
+    print(f"{size:,} parameters, {len(texts.texts)} texts")
     for share in asked.learned:
         model = copy.deepcopy(base)
         loss = train(model, texts.texts, round(2 * EPOCHS * share), 1.5e-3)

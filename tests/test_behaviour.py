@@ -10,12 +10,8 @@ from typing import Any
 import pandas as pd
 import torch
 
-from blr_analysis.cli.behaviour import (
-    bm25_scores,
-    hybrid_table,
-    table_of_behaviour,
-    write_without,
-)
+from blr_analysis.cli.behaviour import table_of_behaviour, write_without
+from blr_analysis.cli.word_ranks import bm25_scores, hybrid_table
 from blr_analysis.huggingface.tokens import Tokens
 from tests.support import tiny_transformers as tiny
 

@@ -27,6 +27,7 @@ from blr_analysis.backprop import engine
 from blr_analysis.cli import main
 from blr_analysis.errors import DataError, InputError, ModelError
 from blr_analysis.files import Folder, storage
+from blr_analysis.files.headers import read_record, record_text
 from blr_analysis.huggingface.fisher import fisher_cost, text_tasks
 from blr_analysis.huggingface.models import load_language_model, load_model
 from blr_analysis.huggingface.questions import language_task
@@ -269,6 +270,55 @@ def test_an_index_and_its_questions(here: Path, capsys: Any) -> None:
         assert float(sums[row.question, row.example]) == pytest.approx(row.influence, rel=1e-3)
     words = shares.query("question == 0 and example == @first")["token"].tolist()
     assert words == text.split()[1:]
+
+
+def test_a_query_orders_the_best_of_a_rough_index_by_their_exact_influence(
+    here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blr_analysis.cli.refinement.REFINED", 4)
+    how = "--prior-precision 1 --rank 32 --out rough"
+    assert run(capsys, "index", "llm", "data.jsonl", *how.split())[0] == 0
+    argv = ("query", "rough", "asked.jsonl", "--top", 3, "--out")
+    code, _, err = run(capsys, *argv, "refined")
+    assert code == 0 and "refined: the best 4 examples of each question" in err, err
+    code, _, err = run(capsys, *argv, "unrefined", "--refine", 0)
+    assert code == 0 and "refined" not in err, err
+    task, test = (language_task(load_model("llm"), name) for name in ("data.jsonl", "asked.jsonl"))
+    index = blr.Index.open("rough")
+    exact = blr.influence(task, index.posterior, test)
+    estimates = index.influence(test)
+    for name, values in ("refined", exact), ("unrefined", estimates):
+        table = pd.read_parquet(f"{name}/sources.parquet")
+        for question, rows in table.groupby("question"):
+            shortlist = estimates[:, question].topk(4).indices.tolist()
+            best = sorted(shortlist, key=lambda row: -values[row, question])[:3]
+            assert rows["example"].tolist() == best
+            influence = values[best, question].tolist()
+            assert rows["influence"].tolist() == pytest.approx(influence, rel=1e-3)
+    assert not estimates.argsort(0).equal(exact.argsort(0))
+
+
+def test_a_query_says_why_it_is_not_refined(
+    here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index's own answers are shown then; data that the user names must be the right ones."""
+    argv = ("query", "copied", "asked.jsonl")
+    shutil.copytree("index", "copied")
+    expected = run(capsys, *argv, "--refine", 0)[1]
+    assert "refined: all 9 examples" in run(capsys, *argv)[2]
+    with monkeypatch.context() as patch:
+        patch.setattr("blr_analysis.cli.refinement.MOST_GRADIENTS", 10)
+        _, out, err = run(capsys, *argv)
+        assert out == expected and "not refined: 2 questions may take 11 gradients" in err
+    other = written("other.jsonl", [{"text": text} for text in tiny.sentences(N, seed=3)])
+    source = Path("copied/source.json")
+    for data, words in (None, "--data"), ("gone.jsonl", "no file"), (str(other), "other inputs"):
+        source.write_text(record_text(read_record(source) | {"data": data}))
+        code, out, err = run(capsys, *argv)
+        (line,) = (line for line in err.splitlines() if "not refined" in line)
+        assert code == 0 and out == expected and words in line
+        if data is not None:
+            assert words in refused(capsys, *argv, "--data", data)
 
 
 @pytest.mark.slow

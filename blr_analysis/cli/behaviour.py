@@ -1,16 +1,19 @@
-"""The training texts that a behaviour rests on, the data without them, and ranks by BM25."""
+"""The training texts that a behaviour rests on, and the data without them."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import date, time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blr_analysis.cli.origin import IndexedModel
+from blr_analysis.cli.query_options import Behaviour, Request
+from blr_analysis.cli.refinement import say_if_rough
 from blr_analysis.errors import InputError
+from blr_analysis.terminal import grid, pairs, section, show
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute
     import pandas as pd
@@ -19,10 +22,42 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute
     from blr_analysis.sensitivity import Index
     from blr_analysis.task import Task
 
-SATURATION = 1.5
-"""k of BM25: the larger it is, the longer does another occurrence of a word raise the score."""
-LENGTH_DISCOUNT = 0.75
-"""b of BM25: how far a word in a long text counts less, from 0 to 1."""
+EXCERPT = 60  # characters of a text that are printed
+LEAD = "How far the loss of an unwanted output would rise without each, on average."
+
+
+def show_behaviour(
+    model: IndexedModel, behaviour: Behaviour, request: Request, folder: Path, write: Path | None
+) -> None:
+    """Print the texts that a behaviour rests on most, and write the data without them.
+
+    Args:
+        folder: where the table is written.
+        write: a file for the data without these texts; None: it is not written.
+    """
+    from blr_analysis.sensitivity.influence.results import quantity_of
+    from blr_analysis.tables import write_table
+
+    assert behaviour.bad is not None
+    shared = request.shared
+    bad = shared.of(model.questions(behaviour.bad))
+    good = None
+    if behaviour.good is not None:
+        good = shared.of(model.columns.task_of(model.loaded, behaviour.good, request.say))
+    if shared.dry_run:
+        pairs({"outputs": f"{bad.n_data:,}", "writes": write or "nothing"})
+        return
+    index = model.opened
+    say_if_rough(request.say, index.error)
+    normalize = bool(request.ranking.normalize)
+    scores = behaviour_scores(index, bad, good, normalize=normalize)
+    quantity = quantity_of(normalize)
+    table = table_of_behaviour(index, scores, request.ranking.top, quantity)
+    if request.out is not None:
+        write_table(table, folder, "sources")
+    show(section("Sources of the behaviour", LEAD, grid(columns_to_print(table, quantity))))
+    if write is not None:
+        write_data_without(model, table["example"].tolist(), write)
 
 
 def behaviour_scores(index: Index, bad: Task, good: Task | None, *, normalize: bool) -> Tensor:
@@ -53,13 +88,29 @@ def table_of_behaviour(index: Index, scores: Tensor, top: int, quantity: str) ->
 
     examples = scores.argsort(descending=True, stable=True)[:top]
     columns = {"example": examples, quantity: scores[examples]}
-    return frame_of(columns, _metadata_of(index, examples))
+    return frame_of(columns, metadata_of(index, examples))
 
 
-def _metadata_of(index: Index, examples: Tensor) -> dict[str, list[Any]]:
+def metadata_of(index: Index, examples: Tensor) -> dict[str, list[Any]]:
     """The columns of the index's table of examples, for these examples."""
     indices = examples.tolist()
     return {name: [column[i] for i in indices] for name, column in index.examples.items()}
+
+
+def columns_to_print(table: pd.DataFrame, quantity: str) -> dict[str, list[str]]:
+    """The columns of the printed table, by their titles."""
+    return {
+        "index": table["example"].astype(str).tolist(),
+        "text": [str(text)[:EXCERPT] for text in table["text"]],
+        quantity.replace("_", " "): [f"{value:.3g}" for value in table[quantity]],
+    }
+
+
+def write_data_without(model: IndexedModel, examples: list[int], place: Path) -> None:
+    """Write the training data of an index without these examples, and print their number."""
+    online = bool(model.origin.get("loading", {}).get("online"))
+    n_left = write_without(model.origin["data"], examples, place, online=online)
+    pairs({"written": f"{place}, {n_left:,} rows without these {len(examples):,}"})
 
 
 def write_without(data: str, examples: Sequence[int], path: Path, *, online: bool) -> int:
@@ -103,77 +154,3 @@ def _json_value(value: Any) -> Any:
     if pd.isna(value) or is_infinite:
         return None
     return value.isoformat() if isinstance(value, date | time) else value
-
-
-def hybrid_table(
-    index: Index, trained: Task, questions: Task, *, top: int, normalize: bool
-) -> pd.DataFrame:
-    """The ``top`` sources of every question, by the sum of two ranks.
-
-    The first rank is by influence, the second by BM25 on the words of question and text (Robertson
-    & Zaragoza, 2009). The table has a row for each question and source.
-    """
-    import torch
-
-    from blr_analysis.tables import frame_of
-
-    influences = index.influence(questions, normalize=normalize).double()
-    bm25 = bm25_scores(trained, questions)
-    rank_sums = _ranks(influences) + _ranks(bm25)
-    best = rank_sums.argsort(dim=0, stable=True)[:top]
-    n_best = len(best)
-    question = torch.arange(questions.n_data).repeat_interleave(n_best)
-    example = best.T.flatten()
-    columns = {
-        "question": question,
-        "rank": torch.arange(1, n_best + 1).repeat(questions.n_data),
-        "example": example,
-        "influence": influences[example, question],
-        "bm25": bm25[example, question],
-    }
-    return frame_of(columns, _metadata_of(index, example))
-
-
-def bm25_scores(trained: Task, questions: Task) -> Tensor:
-    """BM25 of every training text for every question, ``[N, M]``:
-
-        Σ_w log(1 + (N − n_w + ½) / (n_w + ½)) · c_w / (c_w + k (1 − b + b ℓ / ℓ̄))
-
-    summed over the words w of the question. A text of ℓ words has the word c_w times, n_w of the N
-    texts have it, and ℓ̄ is the mean of ℓ.
-    """
-    import torch
-
-    texts = [Counter(words) for words in _words(trained)]
-    lengths = torch.tensor([float(text.total()) for text in texts], dtype=torch.float64)
-    relative_lengths = lengths / lengths.mean()
-    damping = SATURATION * (1 - LENGTH_DISCOUNT + LENGTH_DISCOUNT * relative_lengths)
-    columns = []
-    for words_of_question in _words(questions):
-        scores = torch.zeros(len(texts), dtype=torch.float64)
-        for word in words_of_question:
-            counts = torch.tensor([float(text[word]) for text in texts], dtype=torch.float64)
-            n_with_word = int((counts > 0).sum())
-            rarity = math.log1p((len(texts) - n_with_word + 0.5) / (n_with_word + 0.5))
-            scores += rarity * counts / (counts + damping)
-        columns.append(scores)
-    return torch.stack(columns, dim=1)
-
-
-def _words(task: Task) -> list[list[str]]:
-    """The words of every text, in lower case, without the tokenizer's special tokens."""
-    data = task.dataset
-    words = []
-    for i in range(len(data)):
-        text = data.tokenizer.decode(data[i]["input_ids"], skip_special_tokens=True)
-        words.append(text.lower().split())
-    return words
-
-
-def _ranks(scores: Tensor) -> Tensor:
-    """The rank of each row in every column; the largest has rank 1, ties share their mean rank."""
-    import pandas as pd
-    import torch
-
-    ranks = pd.DataFrame(scores.numpy()).rank(ascending=False)
-    return torch.from_numpy(ranks.to_numpy(copy=True))

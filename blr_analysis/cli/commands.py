@@ -15,11 +15,12 @@ import typer
 
 from blr_analysis.checks import package_version
 from blr_analysis.cli.fisher import fisher
-from blr_analysis.cli.index import index, query
+from blr_analysis.cli.index import index
 from blr_analysis.cli.inputs import Source
 from blr_analysis.cli.merging import merge
 from blr_analysis.cli.options import Json, Out, Shared, flattened, show_forecast
-from blr_analysis.cli.queries import check_queries, new_labels
+from blr_analysis.cli.query import query
+from blr_analysis.cli.row_queries import check_queries, new_labels
 from blr_analysis.cli.validate import validate
 from blr_analysis.cli.verify import verify
 from blr_analysis.errors import InputError

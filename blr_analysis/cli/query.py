@@ -1,0 +1,175 @@
+"""``blr-analysis query``: the training examples that the answers of a model rest on.
+
+What only this command needs is imported inside of it, so that the others start faster.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from blr_analysis.cli.behaviour import show_behaviour
+from blr_analysis.cli.inputs import TextColumns
+from blr_analysis.cli.options import Out, Shared
+from blr_analysis.cli.origin import IndexedModel, ScriptTasks, read_origin
+from blr_analysis.cli.query_options import Behaviour, Places, Ranking, Request, check_options
+from blr_analysis.cli.refinement import Opened, open_for, refinement_reported, say_if_rough
+from blr_analysis.terminal import Teller, pairs, show
+
+if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
+    import pandas as pd
+    from torch import Tensor
+
+    from blr_analysis.task import Task
+
+
+def query(
+    *,
+    index: Annotated[Path, typer.Argument(metavar="INDEX", help="What index wrote.")],
+    questions: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SCRIPT.py:TASK|QUESTIONS",
+            help="A function of your script that returns a Task; or, of a language model, rows "
+            "with a prompt and an answer, messages, or texts: .jsonl, .csv, ...",
+            show_default=False,
+        ),
+    ] = None,
+    ranking: Ranking,
+    behaviour: Behaviour,
+    places: Places,
+    out: Out = None,
+    shared: Shared,
+) -> None:
+    """Which training examples a model's answers rest on.
+
+      blr-analysis query INDEX train.py:make_test --top 20
+
+    Of a language model, rows of questions (a prompt and an answer, or a text):
+
+      blr-analysis query INDEX questions.jsonl --out DIR
+
+    It shows the examples without which the loss of a question would rise most. With --out it
+    writes the table sources, with their metadata. The best 50 of each question are compared by
+    their exact influence where the training data are at hand; --refine N takes N of them, and
+    --refine 0 the order of the index. --tokens says what each token contributes.
+
+    Which texts taught a language model a behaviour, and the data without them:
+
+      blr-analysis query INDEX --bad outputs.jsonl --top 20 --write less.jsonl
+    """
+    from blr_analysis.sensitivity import Index
+
+    say = Teller()
+    request = Request(ranking, places, shared, out, say)
+    check_options(questions, behaviour, request)
+    write = shared.free(behaviour.write)
+    with shared.folder(out) as folder:
+        opened = Index.open(index)
+        origin = read_origin(index, places)
+        asks_a_script = questions is not None and ".py:" in questions
+        columns = TextColumns(places.text, places.max_length)
+        model = IndexedModel(opened, origin, columns, shared.device, say)
+        if questions is None:
+            show_behaviour(model, behaviour, request, folder, write)
+        elif asks_a_script:
+            show_sources(ScriptTasks(opened, origin), questions, request, folder)
+        else:
+            show_sources(model, questions, request, folder)
+
+
+def show_sources(
+    reader: ScriptTasks | IndexedModel, address: str, request: Request, folder: Path
+) -> None:
+    """Print the sources of every question, and write them where a folder was named.
+
+    Args:
+        reader: reads the training data and the questions.
+        address: the file or the script's function with the questions.
+        folder: where tables are written.
+    """
+    from blr_analysis.audit import in_text
+    from blr_analysis.audit.sections import sources
+    from blr_analysis.sensitivity.influence.results import quantity_of
+    from blr_analysis.tables import write_table
+
+    questions = request.shared.of(reader.questions(address))
+    opened = open_for(reader, questions, request)
+    if request.shared.dry_run:
+        pairs({"questions": f"{questions.n_data:,}", "writes": request.out or "nothing"})
+        return
+    if request.ranking.hybrid:
+        quantity = "influence"
+        table = table_with_words(opened, questions, request)
+    else:
+        quantity = quantity_of(request.ranking.normalizes(questions))
+        matches = matches_of(opened, questions, request)
+        table = table_of_sources(matches)
+        if request.ranking.tokens:
+            write_table(table_of_tokens(opened, questions, matches.helpful), folder, "tokens")
+    if request.out is not None:
+        write_table(table, folder, "sources")
+    words = questions.metadata.get("text") if questions.likelihood.is_sequence else None
+    show(in_text(sources(table, quantity, words), max_rows=len(table)))
+
+
+def matches_of(opened: Opened, questions: Task, request: Request) -> Any:
+    """The sources of every question, as ``Index.top`` gives them.
+
+    Where the training task is there and is no text, they name the labels too.
+    """
+    from blr_analysis.sensitivity import TopInfluence
+    from blr_analysis.sensitivity.influence.results import Pairs, quantity_of
+    from blr_analysis.sensitivity.subjects import subject_of
+
+    index = opened.index
+    normalize = request.ranking.normalizes(questions)
+    with refinement_reported(opened, request.say):
+        matches = index.top(
+            questions,
+            min(request.ranking.top, index.n_data),
+            refine=opened.n_refined,
+            normalize=normalize,
+            harmful=False,
+        )
+    if opened.training is None or questions.likelihood.is_sequence:
+        return matches
+    subject = subject_of(opened.training, index.posterior)
+    labelled_pairs = Pairs(subject, questions, quantity=quantity_of(normalize))
+    return TopInfluence(**vars(matches), pairs=labelled_pairs)
+
+
+def table_of_sources(matches: Any) -> pd.DataFrame:
+    """A row for each question and helpful training example."""
+    table = matches.table.query("effect == 'helpful'").drop(columns="effect")
+    return table.rename(columns={"test": "question", "train": "example"})
+
+
+def table_with_words(opened: Opened, questions: Task, request: Request) -> pd.DataFrame:
+    """A row for each question and source, by the ranks of influence and of words."""
+    from blr_analysis.cli.word_ranks import hybrid_table
+
+    assert opened.training is not None
+    say_if_rough(request.say, opened.index.error)
+    return hybrid_table(
+        opened.index,
+        opened.training,
+        questions,
+        top=request.ranking.top,
+        normalize=request.ranking.normalizes(questions),
+    )
+
+
+def table_of_tokens(opened: Opened, questions: Task, sources: Tensor) -> pd.DataFrame:
+    """How many nats each token of these sources ``[M, k]`` contributes to their influence."""
+    import pandas as pd
+
+    from blr_analysis.sensitivity.token_scores import token_influence
+
+    assert opened.training is not None
+    shares = token_influence(opened.training, opened.index.posterior, questions, sources)
+    tokenizer = opened.training.dataset.tokenizer
+    names = tokenizer.convert_ids_to_tokens(shares["target"].tolist())
+    return pd.DataFrame(shares | {"token": names})

@@ -1,0 +1,155 @@
+"""The options of ``blr-analysis query``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import typer
+
+from blr_analysis.cli.options import Base, Length, Shared, Text
+from blr_analysis.errors import InputError
+
+if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
+    from blr_analysis.task import Task
+
+REFINED = 50  # texts of each question that are compared exactly; a reader looks through so many
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The options that say how the sources of a question are ranked, and what is shown."""
+
+    PANEL: ClassVar[str] = "Options"
+
+    top: Annotated[
+        int, typer.Option(metavar="K", min=1, help="How many sources of each are shown.")
+    ] = 5
+    refine: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Choose among the best N of the index by their exact influence, one gradient of "
+            f"each. If left out: {REFINED}, where the training data are at hand; 0: the index "
+            "alone.",
+        ),
+    ] = None
+    normalize: Annotated[
+        bool | None,
+        typer.Option(
+            help="By the length of each source, or in nats. If left out: nats of texts, of other "
+            "data by length, where long or odd examples lead every list."
+        ),
+    ] = None
+    hybrid: Annotated[
+        bool,
+        typer.Option("--hybrid", help="Add the ranks of BM25, which compares words."),
+    ] = False
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Write the share of every token, too (needs --out).")
+    ] = False
+
+    @property
+    def needs_training_data(self) -> bool:
+        """Whether an option was given that cannot be answered without the training data."""
+        return bool(self.refine) or self.hybrid or self.tokens
+
+    def normalizes(self, questions: Task) -> bool:
+        """Whether influence is divided by lengths; unless an option says so, not of texts."""
+        if self.normalize is None:
+            return not questions.likelihood.is_sequence
+        return self.normalize
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """Outputs of one behaviour, whose sources are looked for in place of those of questions."""
+
+    PANEL: ClassVar[str] = "Options"
+
+    bad: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OUTPUTS", help="In place of QUESTIONS: outputs of one unwanted behaviour."
+        ),
+    ] = None
+    good: Annotated[
+        str | None,
+        typer.Option(metavar="OUTPUTS", help="Wanted outputs, whose mean is subtracted."),
+    ] = None
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="With --bad: the training rows without those shown, as .jsonl."
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Places:
+    """The options that say where model and data are now, and how questions are read."""
+
+    PANEL: ClassVar[str] = "Options"
+
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="MODEL", help="Where the model is now, if it was moved."),
+    ] = None
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DATA", help="Where the training data (or their SCRIPT.py:TASK) are now."
+        ),
+    ] = None
+    base: Base = None
+    text: Text = None
+    max_length: Length = None
+
+    @property
+    def belong_to_a_language_model(self) -> bool:
+        """Whether an option was given that a script's task does not have."""
+        options = (self.model, self.base, self.text, self.max_length)
+        return any(value is not None for value in options)
+
+
+@dataclass(frozen=True)
+class Request:
+    """How an index is asked, and where the answer goes.
+
+    Attributes:
+        ranking, places, shared: the options of these names.
+        out: the folder for tables; None: none is written.
+        say: prints what is done.
+    """
+
+    ranking: Ranking
+    places: Places
+    shared: Shared
+    out: Path | None
+    say: Callable[[str], None]
+
+
+def check_options(questions: str | None, behaviour: Behaviour, request: Request) -> None:
+    """Refuse options that do not go together, before any work."""
+    ranking = request.ranking
+    has_bad = behaviour.bad is not None
+    if ranking.tokens and request.out is None:
+        raise InputError("--tokens writes a table: say where with --out DIR")
+    if (questions is None) != has_bad:
+        raise InputError("name QUESTIONS, or outputs of one behaviour with --bad")
+    if not has_bad and (behaviour.good is not None or behaviour.write is not None):
+        raise InputError("--good and --write belong to --bad")
+    if has_bad and ranking.needs_training_data:
+        raise InputError("--refine, --tokens and --hybrid belong to QUESTIONS")
+    if ranking.hybrid and (ranking.refine or ranking.tokens):
+        raise InputError("--hybrid ranks by two lists: leave --refine and --tokens out")
+    asks_a_script = questions is not None and ".py:" in questions
+    is_for_texts = ranking.tokens or ranking.hybrid or request.places.belong_to_a_language_model
+    if asks_a_script and is_for_texts:
+        raise InputError(
+            "--tokens, --hybrid, --model, --base, --text and --max-length belong to a language "
+            "model"
+        )
