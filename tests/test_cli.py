@@ -263,6 +263,9 @@ def test_decisions_make_a_cleaned_data_set(here: Path, capsys: Any) -> None:
     assert code == 0 and table["index"].tolist() == [i for i in range(60) if i != 7], err
     assert table["target"].tolist() == expected
     assert table["source"].tolist() == [task.metadata["source"][i] for i in table["index"]]
+    Path("drops.csv").write_text("index,action,label\n7,drop,\n")
+    code, out, err = run(capsys, "what-if", TASK, *Q, "--decisions", "drops.csv", "--dry-run")
+    assert code == 0 and "answers" in out, err
 
 
 class TestIndex(CommandContract):

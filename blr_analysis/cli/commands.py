@@ -1,4 +1,4 @@
-"""The program, and its commands ``demo``, ``audit``, ``what-if`` and ``algorithms``.
+"""The program, and its commands ``demo``, ``audit`` and ``algorithms``.
 
 Every other command has a module of its own. Modules that only some commands need are imported
 inside these commands, so that the others start faster.
@@ -20,16 +20,14 @@ from blr_analysis.cli.inputs import Source
 from blr_analysis.cli.merging import merge
 from blr_analysis.cli.options import Json, Out, Shared, flattened, show_forecast
 from blr_analysis.cli.query import query
-from blr_analysis.cli.row_queries import check_queries, new_labels
 from blr_analysis.cli.validate import validate
 from blr_analysis.cli.verify import verify
-from blr_analysis.errors import InputError
+from blr_analysis.cli.what_if import what_if_command
 from blr_analysis.terminal import Teller, as_text, grid, pairs, print_json, show
 
 if TYPE_CHECKING:
     from blr_analysis.audit import Findings
     from blr_analysis.posterior import Forecast
-    from blr_analysis.sensitivity import WhatIf
     from blr_analysis.task import Task
 
 EXIT_CODES = """Exit codes: 0 done; 1 an unexpected fault; 2 a wrong command line, bad input, or \
@@ -220,135 +218,6 @@ def audit_forecast(
     bytes_of_weights = sum(p.nbytes for p in task.parameters().values())
     disk = 2 * bytes_of_weights  # the posterior's mean, and about as much for its precision
     return Forecast.of(task, examples_run, trained=examples_trained, disk=disk)
-
-
-def what_if_command(
-    *,
-    source: Source,
-    remove: Annotated[
-        str | None,
-        typer.Option(metavar="QUERY", help="The rows that leave, as pandas writes a query."),
-    ] = None,
-    relabel: Annotated[
-        list[str] | None,
-        typer.Option(metavar="QUERY:LABEL", help="The rows that get another label; repeatable."),
-    ] = None,
-    decisions: Annotated[
-        Path | None,
-        typer.Option(metavar="CSV", help="What was decided on an audit's page."),
-    ] = None,
-    solver: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="posterior (one step), cg (a descent), replay (short trainings), retrain (whole "
-            "trainings), or auto.",
-        ),
-    ] = "auto",
-    seeds: Annotated[
-        int,
-        typer.Option(metavar="NUMBER", help="Trainings; a single one gives no interval."),
-    ] = 3,
-    passes: Annotated[
-        int | None,
-        typer.Option(
-            metavar="NUMBER", help="Passes over the data: of cg 60, of replay 8 if left out."
-        ),
-    ] = None,
-    out: Out = None,
-    json: Json = False,
-    shared: Shared,
-) -> None:
-    """What the model would be without some of its data, or with other labels.
-
-      blr-analysis what-if train.py:make_task --remove "annotator == 'eve'"
-
-    A QUERY compares columns: index, target, prediction, loss, error, variance, deviation,
-    self_influence, leverage, and the task's metadata. It may have and, or, not, in; words stand
-    in quotes. To give rows another label:
-
-      blr-analysis what-if train.py:make_task --relabel "annotator == 'eve': 2"
-
-    With --out it writes the loss by class, a picture, and the weights without the examples. With
-    --decisions too, it writes the cleaned data set: cleaned.csv, a row for each example that
-    stays, with its new label.
-    """
-    from blr_analysis.audit import in_text
-    from blr_analysis.audit.sections import trust, what_if_section
-    from blr_analysis.cli.facts import facts_of_what_if
-    from blr_analysis.report.decisions import cleaned, read_decisions
-    from blr_analysis.sensitivity import what_if
-    from blr_analysis.sensitivity.what_if import cost_of_what_if
-    from blr_analysis.tables import write_table
-
-    has_query = remove is not None or bool(relabel)
-    has_decisions = decisions is not None
-    if has_query == has_decisions:
-        raise InputError("give --decisions CSV, or --remove QUERY and --relabel QUERY:LABEL")
-    removal: Any = remove
-    labels: Any = None
-    if decisions is not None:
-        choices = read_decisions(decisions)
-        removal = choices["remove"]
-        labels = choices["relabel"]
-    say = Teller()
-    with shared.folder(out) as folder:
-        task, test = source.tasks(shared, say)
-        if has_query:
-            check_queries(remove, relabel or [], task)
-        posterior = source.posterior_of(task, say)
-        if relabel:
-            labels = new_labels(relabel, task, posterior)
-        if shared.dry_run:
-            cost = cost_of_what_if(
-                task,
-                posterior,
-                remove=remove,
-                relabel=labels,
-                evaluate=test,
-                solver=solver,
-                seeds=seeds,
-                passes=passes,
-            )
-            examples = f"{task.n_data:,}"
-            pairs({"examples": examples, "answers": cost, "writes": out or "nothing"})
-            return
-        say("what if")
-        result = what_if(
-            task,
-            posterior,
-            remove=removal,
-            relabel=labels,
-            evaluate=test,
-            solver=solver,
-            seeds=seeds,
-            passes=passes,
-        )
-        if out is not None:
-            write_what_if(result, folder)
-        if out is not None and decisions is not None:
-            write_table(cleaned(task, decisions), folder, "cleaned")
-    if json:
-        print_json(facts_of_what_if(result))
-        return
-    measured_on = "the training data" if test is None else "the test data"
-    caveats = trust(task, posterior, solver=result.solver)
-    show(in_text(caveats, what_if_section(result, measured_on, task.n_data)))
-
-
-def write_what_if(result: WhatIf, folder: Path) -> None:
-    """Write a picture, the weights after the change and, where there are classes, a table."""
-    from blr_analysis.audit import write_picture
-    from blr_analysis.files import drafted
-    from blr_analysis.files.shards import save_file
-    from blr_analysis.plots.what_if import has_classes, plot_what_if
-    from blr_analysis.tables import write_table
-
-    if has_classes(result):
-        write_table(result.by_class, folder, "by_class")
-    write_picture(plot_what_if(result), folder, "what_if")
-    with drafted(folder / "without.safetensors") as draft:
-        save_file({**result.parameters, **result.buffers}, draft, {"format": "pt"})
 
 
 def algorithms(

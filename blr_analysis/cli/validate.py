@@ -139,7 +139,9 @@ def in_words(result: Validation) -> RenderableType:
         f"correlations of {result.losses.shape[2]:,} test losses, with ranges that are meant to "
         "hold in four of five cases."
     )
-    notes = [note(result.note)] if result.note else []
+    notes = []
+    if result.note:
+        notes.append(note(result.note))
     return section("Agreement with retraining", lead, grid(columns_of(result)), *notes)
 
 

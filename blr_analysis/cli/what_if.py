@@ -1,0 +1,215 @@
+"""``blr-analysis what-if``: the model without some of its data, or with other labels.
+
+What only this command needs is imported inside of it, so that the others start faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import typer
+
+from blr_analysis.cli.inputs import Source
+from blr_analysis.cli.options import Json, Out, Shared
+from blr_analysis.cli.row_queries import check_queries, new_labels
+from blr_analysis.errors import InputError
+from blr_analysis.terminal import Teller, pairs, print_json, show
+
+if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
+    from blr_analysis.posterior import Posterior
+    from blr_analysis.sensitivity import WhatIf
+    from blr_analysis.task import Task
+
+
+@dataclass(frozen=True)
+class Change:
+    """The options that say which examples leave, and which get another label."""
+
+    PANEL: ClassVar[str] = "Options"
+
+    remove: Annotated[
+        str | None,
+        typer.Option(metavar="QUERY", help="The rows that leave, as pandas writes a query."),
+    ] = None
+    relabel: Annotated[
+        list[str] | None,
+        typer.Option(metavar="QUERY:LABEL", help="The rows that get another label; repeatable."),
+    ] = None
+    decisions: Annotated[
+        Path | None,
+        typer.Option(metavar="CSV", help="What was decided on an audit's page."),
+    ] = None
+
+    def check(self) -> None:
+        """Refuse a change that is not named, or named twice, and a file that cannot be read."""
+        from blr_analysis.report.decisions import read_decisions
+
+        has_query = self.remove is not None or bool(self.relabel)
+        has_decisions = self.decisions is not None
+        if has_query == has_decisions:
+            raise InputError("give --decisions CSV, or --remove QUERY and --relabel QUERY:LABEL")
+        if self.decisions is not None:
+            read_decisions(self.decisions)
+
+    def check_on(self, task: Task) -> None:
+        """Refuse a query that cannot be answered, before a posterior is fitted."""
+        if self.decisions is None:
+            check_queries(self.remove, self.relabel or [], task)
+
+    def rows_and_labels(self, task: Task, posterior: Posterior) -> tuple[Any, Any]:
+        """The rows that leave, and the new label of each row that gets one; None: no row."""
+        from blr_analysis.report.decisions import read_decisions
+
+        if self.decisions is not None:
+            choices = read_decisions(self.decisions)
+            return choices["remove"], choices["relabel"]
+        if self.relabel:
+            return self.remove, new_labels(self.relabel, task, posterior)
+        return self.remove, None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The options that say how the changed model is predicted."""
+
+    PANEL: ClassVar[str] = "Options"
+
+    solver: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="posterior (one step), cg (a descent), replay (short trainings), retrain (whole "
+            "trainings), or auto.",
+        ),
+    ] = "auto"
+    seeds: Annotated[
+        int,
+        typer.Option(metavar="NUMBER", help="Trainings; a single one gives no interval."),
+    ] = 3
+    passes: Annotated[
+        int | None,
+        typer.Option(
+            metavar="NUMBER", help="Passes over the data: of cg 60, of replay 8 if left out."
+        ),
+    ] = None
+
+
+def what_if_command(
+    *,
+    source: Source,
+    change: Change,
+    prediction: Prediction,
+    out: Out = None,
+    json: Json = False,
+    shared: Shared,
+) -> None:
+    """What the model would be without some of its data, or with other labels.
+
+      blr-analysis what-if train.py:make_task --remove "annotator == 'eve'"
+
+    A QUERY compares columns: index, target, prediction, loss, error, variance, deviation,
+    self_influence, leverage, and the task's metadata. It may have and, or, not, in; words stand
+    in quotes. To give rows another label:
+
+      blr-analysis what-if train.py:make_task --relabel "annotator == 'eve': 2"
+
+    With --out it writes the loss by class, a picture, and the weights without the examples. With
+    --decisions too, it writes the cleaned data set: cleaned.csv, a row for each example that
+    stays, with its new label.
+    """
+    from blr_analysis.cli.facts import facts_of_what_if
+
+    change.check()
+    say = Teller()
+    with shared.folder(out) as folder:
+        task, test = source.tasks(shared, say)
+        change.check_on(task)
+        posterior = source.posterior_of(task, say)
+        if shared.dry_run:
+            cost = cost_in_words(task, posterior, test, change, prediction)
+            pairs({"examples": f"{task.n_data:,}", "answers": cost, "writes": out or "nothing"})
+            return
+        say("what if")
+        result = predicted(task, posterior, test, change, prediction)
+        if out is not None:
+            write_what_if(result, folder)
+            write_cleaned_data(task, change, folder)
+    if json:
+        print_json(facts_of_what_if(result))
+    else:
+        show_what_if(result, task, posterior, test)
+
+
+def cost_in_words(
+    task: Task, posterior: Posterior, test: Task | None, change: Change, prediction: Prediction
+) -> str:
+    """What the prediction would take: its solver, passes and seconds."""
+    from blr_analysis.sensitivity.what_if import cost_of_what_if
+
+    rows, labels = change.rows_and_labels(task, posterior)
+    cost = cost_of_what_if(
+        task,
+        posterior,
+        remove=rows,
+        relabel=labels,
+        evaluate=test,
+        solver=prediction.solver,
+        seeds=prediction.seeds,
+        passes=prediction.passes,
+    )
+    return str(cost)
+
+
+def predicted(
+    task: Task, posterior: Posterior, test: Task | None, change: Change, prediction: Prediction
+) -> WhatIf:
+    """The model after the change, measured on the test data where there are any."""
+    from blr_analysis.sensitivity import what_if
+
+    rows, labels = change.rows_and_labels(task, posterior)
+    return what_if(
+        task,
+        posterior,
+        remove=rows,
+        relabel=labels,
+        evaluate=test,
+        solver=prediction.solver,
+        seeds=prediction.seeds,
+        passes=prediction.passes,
+    )
+
+
+def show_what_if(result: WhatIf, task: Task, posterior: Posterior, test: Task | None) -> None:
+    """Print how far to trust the prediction, and the losses before and after."""
+    from blr_analysis.audit import in_text
+    from blr_analysis.audit.sections import trust, what_if_section
+
+    measured_on = "the training data" if test is None else "the test data"
+    caveats = trust(task, posterior, solver=result.solver)
+    show(in_text(caveats, what_if_section(result, measured_on, task.n_data)))
+
+
+def write_cleaned_data(task: Task, change: Change, folder: Path) -> None:
+    """Write the data set that decisions leave; without decisions, nothing."""
+    from blr_analysis.report.decisions import cleaned
+    from blr_analysis.tables import write_table
+
+    if change.decisions is not None:
+        write_table(cleaned(task, change.decisions), folder, "cleaned")
+
+
+def write_what_if(result: WhatIf, folder: Path) -> None:
+    """Write a picture, the weights after the change and, where there are classes, a table."""
+    from blr_analysis.audit import write_picture
+    from blr_analysis.files import drafted
+    from blr_analysis.files.shards import save_file
+    from blr_analysis.plots.what_if import has_classes, plot_what_if
+    from blr_analysis.tables import write_table
+
+    if has_classes(result):
+        write_table(result.by_class, folder, "by_class")
+    write_picture(plot_what_if(result), folder, "what_if")
+    with drafted(folder / "without.safetensors") as draft:
+        save_file({**result.parameters, **result.buffers}, draft, {"format": "pt"})
