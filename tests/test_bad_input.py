@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -111,6 +112,7 @@ SAMPLERS: tuple[dict[str, Any], ...] = (
     {"batch_sampler": [[0, 1], [2, 3]]},
     {"batch_size": None},
 )
+MASKED = np.ma.masked_array(np.zeros((5, 4)), mask=np.eye(5, 4))
 DATA: list[tuple[Any, str]] = [
     (Stream(), "got Stream"),
     ((x for x in range(3)), "got generator"),
@@ -121,6 +123,12 @@ DATA: list[tuple[Any, str]] = [
     ((torch.zeros(5, 4),) * 3, r"a pair \(X, y\), got 3 arrays"),
     ((torch.zeros(5, 4), ["a"] * 5), "y of .* cannot become a tensor"),
     (([[0.0], [1.0]], [0, 1]), "tensors or arrays"),
+    (({"a": torch.zeros(5, 4)}, torch.zeros(5)), "X of .* is a dict; .* a list of dicts"),
+    ((torch.zeros(5, 4), None), "y of .* is a NoneType; give a tensor"),
+    ((torch.zeros(5, 4), {0, 1}), "y of .* is a set; give a tensor"),
+    ((torch.eye(5, 4).to_sparse(), torch.zeros(5)), r"X of .* sparse .*to_dense\(\)"),
+    ((torch.zeros(5, 4, device="meta"), torch.zeros(5)), "X of .* without numbers"),
+    ((MASKED, torch.zeros(5)), r"X of .* masked numbers; .*filled"),
     ([(torch.zeros(3 + i), 0) for i in range(4)], "collate function failed on examples 0, 1"),
     (Rows(lambda i: torch.rand(4)), "differs when read again"),
     (failing(49), "failed on example 49 of 50"),

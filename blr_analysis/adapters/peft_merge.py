@@ -36,9 +36,14 @@ def merge_and_unload(
     """The tensors of the base that an adapter changes, as PEFT merges them, in float32 at least.
 
     Raises:
-        ModelError: PEFT is not installed or refuses the adapter, the base is no transformers
-            model, or the merged model has other tensors than the base.
+        ModelError: PEFT is not installed or refuses the adapter, the base is in memory or no
+            transformers model, or the merged model has other tensors than the base.
     """
+    if not isinstance(base, Folder):
+        raise ModelError(
+            f"{str(folder)!r} is more than plain LoRA: PEFT needs its base on disk; "
+            f"name the folder of {base.name!r}"
+        )
     fault = f"{str(folder)!r} is more than plain LoRA, and PEFT cannot merge it"
     remedy = "save what merge_and_unload() gives, and name that folder"
     with told_as(ModelError, fault, remedy), warnings.catch_warnings():

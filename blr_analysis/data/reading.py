@@ -112,6 +112,7 @@ def _pair(data: Sequence[Any]) -> Examples:
         raise DataError(f"data must be a pair (X, y), got {len(data)} arrays; see forward=")
     parts = dict(zip("Xy", data, strict=True))
     for name, part in parts.items():
+        _check_rows(f"{name} of (X, y)", part)
         if _are_words(part):
             remedy = f"number them: pd.Categorical({name}).codes"
             raise DataError(f"{name} of (X, y) cannot become a tensor: it holds words; {remedy}")
@@ -123,6 +124,15 @@ def _pair(data: Sequence[Any]) -> Examples:
     return Examples(tud.TensorDataset(x, y), labels=row_labels(parts, len(x)))
 
 
+def _check_rows(name: str, part: Any) -> None:
+    """Raise :class:`DataError` unless the part is a tensor, an array, a pandas object or a list."""
+    if not (isinstance(part, Sequence) or hasattr(part, "__array__")):
+        remedy = "give a tensor, an array or a list"
+        if isinstance(part, Mapping):
+            remedy = "of named inputs give a list of dicts, one per example, with 'labels'"
+        raise DataError(f"{name} is a {type(part).__name__}; {remedy}")
+
+
 def _are_words(part: Any) -> bool:
     """Whether the first value is a word, such as the name of a class."""
     if isinstance(part, Tensor):
@@ -132,11 +142,36 @@ def _are_words(part: Any) -> bool:
 
 
 def _tensor(name: str, values: Any) -> Tensor:
-    """The values as a tensor that may be written to."""
+    """The values as a tensor that may be written to.
+
+    Raises:
+        DataError: no numbers, masked ones, or a tensor that is sparse, nested or of device "meta".
+    """
+    if isinstance(values, Tensor):
+        _check_dense(name, values)
+        return values
+    if np.ma.is_masked(values):
+        raise DataError(f"{name} holds masked numbers; drop these rows or fill them: .filled(0)")
     with told_as(DataError, f"{name} cannot become a tensor", "give numbers"):
-        if isinstance(values, Tensor):
-            return values
-        return torch.as_tensor(np.require(values, requirements="W"))
+        return torch.as_tensor(_as_torch_reads(np.require(values, requirements="W")))
+
+
+def _check_dense(name: str, values: Tensor) -> None:
+    """Raise :class:`DataError` unless the tensor has its numbers in rows."""
+    if values.layout != torch.strided or values.is_nested:
+        raise DataError(f"{name} is a sparse or nested tensor; give a dense one: .to_dense()")
+    if values.is_meta:
+        raise DataError(f'{name} is on the device "meta", without numbers; load them first')
+
+
+def _as_torch_reads(array: np.ndarray) -> np.ndarray:
+    """The same numbers in a dtype, byte order and memory layout of which torch makes a tensor."""
+    dtype = array.dtype.newbyteorder("=")
+    if dtype == np.longdouble:
+        dtype = np.dtype(np.float64)
+    if any(stride < 0 for stride in array.strides):
+        array = np.ascontiguousarray(array)
+    return array.astype(dtype, copy=False)
 
 
 def _warn_of_labels(x: Any, y: Any) -> None:

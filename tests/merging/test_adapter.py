@@ -257,3 +257,15 @@ def test_dora_needs_its_base(tmp_path: Path) -> None:
     places = [written(tmp_path / f"a{t}", base, t, settings) for t in range(2)]
     with pytest.raises(BLRError, match="give base="):
         merge_adapters(places, tmp_path / "out")
+
+
+def test_dora_is_not_added_to_a_folder_that_nobody_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A base in memory is called "base" in messages; a folder of that name is another model."""
+    base = build("llama", "causal_lm")
+    dora = written(tmp_path / "a", base, 0, {"target_modules": ["q_proj"], "use_dora": True})
+    build("llama", "causal_lm").save_pretrained(str(tmp_path / "base"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BLRError, match="its base on disk; name the folder"):
+        blr.merge(base, [dora], method="linear")
