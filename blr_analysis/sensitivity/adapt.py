@@ -8,7 +8,8 @@ The posterior is its prior and one site for each old example. Those of the memor
 they do when they are removed (:mod:`blr_analysis.sensitivity.what_if`), and their losses take the
 place of their sites. So an old example counts once: by its loss, where it can still be read, and
 else by its share of the quadratic. Without a memory this is the weight prior of Khan & Rue's
-Section 5; with all old examples in the memory it is the objective of old and new data together.
+Section 5. With all old examples in the memory it is the objective of old and new data together,
+where m is the minimum of the old objective; elsewhere the result's note says that it is not.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ PASSES = 200  # over the new data and the memory
 MOVES = 20  # that one preconditioner serves
 NEGLIGIBLE = 1e-3  # nats of F
 NO_MEMORY_NOTE = "old data by a quadratic around the old weights alone: memory= keeps some of them"
+OFF_MINIMUM_NOTE = "the old model is off its minimum: the memory leaves the posterior inexactly"
 NOT_DONE_NOTE = "the descent was not done: give more passes="
 
 
@@ -115,6 +117,8 @@ def adapt(
     notes = []
     if memory is None:
         notes.append(NO_MEMORY_NOTE)
+    elif old.at_minimum is False:
+        notes.append(OFF_MINIMUM_NOTE)
     if not ending.converged:
         notes.append(NOT_DONE_NOTE)
     return WhatIf(

@@ -201,3 +201,20 @@ def test_refusals(case: str) -> None:
     arguments, error, message = REFUSED[case]
     with pytest.raises(error, match=message):
         blr.adapt(**arguments)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_memory_of_a_model_off_its_minimum_is_named(trained: bool) -> None:
+    """Only at a minimum do all old examples leave the prior N(0, 1/δ) behind."""
+    x, y = classes()
+    model = linear(2)
+    if trained:
+        minimise(model, x[OLD], y[OLD])
+    old = blr.Task(model, (x[OLD], y[OLD]))
+    posterior = blr.fit_laplace(old, structure="full", prior_precision=DELTA)
+    result = blr.adapt(blr.Task(model, (x[NEW], y[NEW])), posterior, old)
+    joint = copy.deepcopy(model)
+    minimise(joint, x, y)
+    distance = (result.parameters["weight"] - joint.weight).norm() / joint.weight.norm()
+    assert (distance < 1e-2) == trained
+    assert ("off its minimum" in result.note) != trained
