@@ -145,6 +145,7 @@ class Source:
     def _tasks_of_texts(
         self, data: str, shared: Shared, say: Callable[[str], None]
     ) -> tuple[Task, Task | None]:
+        """The tasks of a language model's training texts and, where named, of its test texts."""
         loaded = self.loading.language_model(self.task, self.base, shared.device)
         task = self.columns.task_of(loaded, data, say)
         test = None if self.test is None else self.columns.task_of(loaded, self.test, say)
@@ -199,6 +200,7 @@ class Source:
     def _fitted(
         self, task: Task, say: Teller, unfinished: Path | None, *, sampled: bool
     ) -> Posterior:
+        """A Laplace posterior; says how its prior precision was chosen."""
         from blr_analysis.posterior import fit_laplace
         from blr_analysis.posterior.prior_choice import in_words
 
@@ -283,6 +285,7 @@ def load_tasks(address: str, test: str | None = None) -> tuple[Task, Task | None
 
 
 def _executed(path: Path) -> ModuleType:
+    """The module of a user's script, after the script has run."""
     spec = importlib.util.spec_from_file_location(MODULE, path.resolve())
     if spec is None or spec.loader is None:
         raise InputError(f"{str(path)!r} is no Python script: its name must end in .py")

@@ -154,6 +154,7 @@ class IndexedModel:
             )
 
     def _check_tokenizer(self) -> None:
+        """Raise where the tokenizer makes other ids of the indexed texts than it made then."""
         from blr_analysis.huggingface.questions import ids_known_by
 
         recorded = self.origin.get("tokenizer")
@@ -168,8 +169,10 @@ class IndexedModel:
             )
 
     def _check_base(self) -> None:
+        """Raise where the weights that are not trained are not those of the index."""
         recorded = self.origin.get("frozen")
-        if recorded and fingerprint_of_frozen(self.loaded.model) != recorded:
+        has_frozen_weights = bool(recorded)
+        if has_frozen_weights and fingerprint_of_frozen(self.loaded.model) != recorded:
             place = self.origin.get("base") or self.origin["model"]
             raise InputError(
                 f"{place!r} is not the base that the index was built on: name it (--base)"

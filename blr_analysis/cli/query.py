@@ -118,7 +118,7 @@ def show_sources(
 def matches_of(opened: Opened, questions: Task, request: Request) -> Any:
     """The sources of every question, as ``Index.top`` gives them.
 
-    Where the training task is there and is no text, they name the labels too.
+    Of data that are no texts they name labels and predictions too.
     """
     from blr_analysis.sensitivity import TopInfluence
     from blr_analysis.sensitivity.influence.results import Pairs, quantity_of
