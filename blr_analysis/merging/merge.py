@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from blr_analysis.errors import InputError
-from blr_analysis.merging.auto import Choice, by_precisions, chosen
+from blr_analysis.merging.auto import BASE, Choice, by_precisions, chosen
 from blr_analysis.merging.folders import SHARD, collect, execute
 from blr_analysis.merging.job import Job, Weight, job_of, refuse_idle
 from blr_analysis.merging.methods import Method, method_of, widest
@@ -136,6 +136,8 @@ def merge(
         **settings,
     }
     job, choice = _job_and_choice(base, models, method, arguments)
+    if choice is not None and choice.name == BASE:
+        warnings.warn("no merge is better than the base: the result is the base", stacklevel=2)
     plan = make_plan(job, max_memory=limits["max_memory"], threads=limits["threads"])
     for note in plan.notes:
         warnings.warn(note, UserWarning, stacklevel=2)
