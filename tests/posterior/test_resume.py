@@ -39,7 +39,7 @@ def test_a_fit_that_was_ended_comes_to_the_same_bits(
     """Wherever it was ended: curvature, prior precision and distance from the minimum."""
     task = task_of(tiny_lm(), sequences(9), batch_size=2)
     whole = blr.fit_laplace(task, structure=structure)
-    true_columns = Fit._curvature_columns
+    true_columns = Fit._columns_of
     n_chunks = 0
     n_ends = 0
 
@@ -50,7 +50,7 @@ def test_a_fit_that_was_ended_comes_to_the_same_bits(
             raise Killed
         return true_columns(*args)
 
-    monkeypatch.setattr(Fit, "_curvature_columns", columns_of_four_chunks)
+    monkeypatch.setattr(Fit, "_columns_of", columns_of_four_chunks)
     unfinished = tmp_path / "unfinished"
     posterior = None
     while posterior is None and n_ends < 50:
@@ -65,7 +65,7 @@ def test_a_fit_that_was_ended_comes_to_the_same_bits(
     assert posterior.prior_precision == whole.prior_precision
     assert posterior.stationarity == whole.stationarity
 
-    monkeypatch.setattr(Fit, "_curvature_columns", lambda *_: 1 / 0)
+    monkeypatch.setattr(Fit, "_columns_of", lambda *_: 1 / 0)
     stored = blr.fit_laplace(task, structure=structure, unfinished=unfinished)  # is read
     for name, diagonal in whole.form.diagonal().items():
         assert torch.equal(stored.form.diagonal()[name], diagonal)
