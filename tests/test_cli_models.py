@@ -589,7 +589,7 @@ def test_statistics_behind_merged_layers(here: Path, capsys: Any) -> None:
     (here / "data.yml").write_text(text.replace("jsonl", "jsonl, precision: null"))
     code, said, _ = run(capsys, "merge", "data.yml", "--dry-run")
     assert code == 0
-    assert "forward passes" in said
+    assert "a forward pass over each model" in said
     assert run(capsys, "merge", "data.yml", "out")[0] == 0
     tasks = text_tasks("model", ["a.jsonl", "b.jsonl"], labelled=False)
     how: dict[str, Any] = {"tasks": tasks, "weights": [1, 2], "method": "fisher"}
