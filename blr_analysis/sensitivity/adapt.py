@@ -35,7 +35,7 @@ from blr_analysis.task import Task
 
 PASSES = 200  # over the new data and the memory
 MOVES = 20  # that one preconditioner serves
-NEGLIGIBLE = 1e-3  # nats of F
+NEGLIGIBLE = 1e-3  # nats that F is expected to fall by in the next move
 NO_MEMORY_NOTE = "old data by a quadratic around the old weights alone: memory= keeps some of them"
 OFF_MINIMUM_NOTE = "the old model is off its minimum: the memory leaves the posterior inexactly"
 NOT_DONE_NOTE = "the descent was not done: give more passes="
@@ -73,9 +73,9 @@ def adapt(
         ``apply(model)``, ``posterior``.
 
     Raises:
-        InputError: something else than tasks, data of another likelihood, a posterior whose
-            structure is no prior.
-        PosteriorError: a posterior of another model, a memory larger than the old data.
+        InputError: something else than tasks, data of another likelihood, a memory larger than the
+            old data, a posterior whose structure is no prior.
+        PosteriorError: a posterior of another model.
         ModelError, DataError: as :func:`blr_analysis.what_if`.
 
     Source: Khan & Rue, "The Bayesian learning rule", JMLR 2023, Section 5 (the posterior as the
@@ -167,7 +167,7 @@ def _with(posterior: Posterior, parts: Sequence[Task]) -> Posterior:
 
 
 class Ending(NamedTuple):
-    """Where the descent ended; ``converged``: less than NEGLIGIBLE is left to gain."""
+    """Where the descent ended; ``converged``: the next move would gain less than NEGLIGIBLE."""
 
     weights: Tree
     passes: float
