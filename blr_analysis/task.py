@@ -173,6 +173,8 @@ class Task:
         self.plans: dict[Any, Any] = {}  # how the engine reads this model; backprop fills it
         self._has_checked_logits = False  # whether outputs were compared with probabilities
         self._writes_to_inputs = True  # whether the model works in place; the first run tells
+        if self._predicts_pixels_without_labels():
+            self.likelihood = tokens_of(self.likelihood)
 
     def _read(
         self, data: Any, target: str | None, likelihood: Loss, weights: Any, metadata: Any
@@ -196,6 +198,17 @@ class Task:
                 columns[f"metadata {name!r}"] = table[name]
         labels = labels_beside(columns, self.n_data, examples.labels)
         self.examples = replace(examples, labels=labels)
+
+    def _predicts_pixels_without_labels(self) -> bool:
+        """Whether unlabelled inputs have outputs ``[B, C, H, W]``; one example tells."""
+        batch = self.examples.batch(torch.zeros(1, dtype=torch.long))
+        is_unlabelled = self.forward is default_forward and not has_labels(batch)
+        if not is_unlabelled or type(self.likelihood) is not Categorical:
+            return False
+        with torch.no_grad(), self.evaluation():
+            returned, _ = self._forward_pass(batch, {}, None)
+        outputs = getattr(returned, "logits", returned)
+        return isinstance(outputs, Tensor) and outputs.ndim >= 4
 
     def _learn_of_training(self, loss: Loss, checkpoints: Any, recipe: Recipe | None) -> None:
         """Read how the model was trained: its loss's reduction, modes, checkpoints and recipe."""
@@ -587,6 +600,11 @@ def per_pixel(likelihood: Likelihood, examples: Examples) -> Likelihood:
     are_images = isinstance(labels, Tensor) and labels.ndim >= 3 and not labels.is_floating_point()
     if not are_images:
         return likelihood
+    return tokens_of(likelihood)
+
+
+def tokens_of(likelihood: Categorical) -> TokenCategorical:
+    """The likelihood of every pixel or token, with the weights and smoothing of this one."""
     ignored = IGNORED if likelihood.ignore_index is None else likelihood.ignore_index
     return TokenCategorical(ignored, likelihood.weight, likelihood.label_smoothing)
 

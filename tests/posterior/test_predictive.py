@@ -284,9 +284,12 @@ def test_pixels_as_the_loss_of_torch_takes_them(likelihood: Any) -> None:
     probs = drawn(q, model, x, 3).softmax(2).movedim(2, -1)  # [draw, image, row, column, class]
     check_scores(predictive, probs.flatten(1, 3)[:, counts], y.flatten()[counts])
     assert torch.equal(predictive.example, torch.arange(5).repeat_interleave(24)[counts])
-    bare = q.predict(blr.Task(model, x, likelihood="tokens"), 3)
-    assert len(bare) == 5 * 24
+    unlabelled = blr.Task(model, x, likelihood=likelihood)
+    bare = q.predict(unlabelled, 3, generator=torch.Generator().manual_seed(0))
     assert bare.nll is None
+    mean = probs.flatten(1, 3).mean(0)
+    torch.testing.assert_close(bare.entropy, -(mean * mean.log()).sum(-1))
+    assert set(blr.acquire(unlabelled, q, 2).tolist()) < set(range(5))
     fit = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
     scores = blr.sensitivity(task, fit)
     losses = nn.functional.cross_entropy(model(x), y, reduction="none").sum((1, 2))
