@@ -116,7 +116,7 @@ def _unplanned(
     models = [
         OpenModel(
             source=source,
-            precision=precision,
+            precision=precision and precision.for_names(reference.specs),
             weight=member.weight,
             density=member.density,
             epsilon=member.epsilon,

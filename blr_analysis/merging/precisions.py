@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr_analysis.adapters import Untied
 from blr_analysis.backprop.matrices import Basis, Joint
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, PosteriorError, StorageError
@@ -56,6 +57,7 @@ class StoredPrecision:
         power: p; for diagonals only.
         damping: d; for diagonals only. The mean is that of the tensor.
         n_data: the number of examples that it is a sum over; None: unknown.
+        tied: by first name, the other names of a tied parameter.
         chance: by layer of "gram" with fewer rows than inputs, the part of the off-diagonals of its
             moments that is chance.
     """
@@ -73,6 +75,7 @@ class StoredPrecision:
     power: float = 1.0
     damping: float = 0.0
     n_data: int | None = None
+    tied: Mapping[str, Sequence[str]] = field(default_factory=dict)
     chance: Mapping[str, float] = field(default_factory=dict)
     _means: dict[str, float] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -110,6 +113,33 @@ class StoredPrecision:
         if self.layers:
             power = 1.0
         return replace(self, power=power, damping=damping or 0.0, _means={})
+
+    def for_names(self, names: Collection[str]) -> StoredPrecision:
+        """The precision of a result with these names: factors of a tied weight under each of them.
+
+        Where factors are of a weight and its bias together, only the first name has them.
+        """
+        layers = dict(self.layers)
+        chance = dict(self.chance)
+        prior = dict(self.prior)
+        stored_names: dict[str, str] = {}
+        for first, aliases in self.tied.items():
+            joint, mean_of_inputs = self.layers.get(first, (None, None))
+            if joint is None or joint.bias is not None:
+                continue
+            for alias in set(aliases) & set(names) - layers.keys():
+                layers[alias] = (replace(joint, weight=alias), mean_of_inputs)
+                chance[alias] = chance.get(first, 0.0)
+                prior[alias] = prior.get(first, 0.0)
+                stored_names |= {
+                    alias + part: first + part
+                    for part in FACTORS
+                    if first + part in self.source.specs
+                }
+        if not stored_names:
+            return self
+        source = Untied(self.source, stored_names)
+        return replace(self, source=source, layers=layers, chance=chance, prior=prior)
 
     @property
     def reads_twice(self) -> bool:
@@ -325,6 +355,7 @@ def _recorded(
         source,
         _stored(source, diagonal, record.get("tied")),
         prior,
+        tied=record.get("tied") or {},
         frozen=_frozen(record),
         kind=record.get("kind") or "",
         layers=layers,

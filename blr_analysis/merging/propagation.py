@@ -16,6 +16,7 @@ from blr_analysis.merging.layers import Moments, Part, dense
 from blr_analysis.merging.merge_plan import MergePlan
 from blr_analysis.merging.piece import Sink
 from blr_analysis.merging.stream import Memory, Outcome, stream
+from blr_analysis.posterior.capture.assemble import tied_names
 from blr_analysis.progress import track
 from blr_analysis.task import Task
 
@@ -61,7 +62,14 @@ def stream_propagated(
     ]
     repeated = {key for order in orders for key in order.repeated}
     groups = _groups(orders, repeated)
-    names_in_layers = {name for group in groups for layer in group for name in layer.names}
+    tied = {first: [first, *aliases] for first, aliases in tied_names(tasks[0].model).items()}
+    names_in_layers = {
+        name
+        for group in groups
+        for layer in group
+        for first in layer.names
+        for name in tied.get(first, [first])
+    }
     merged = {name: value for name, value in average.items() if name not in names_in_layers}
     for group in track(groups, total=len(groups), label="layers", show=tasks[0].progress):
         keys = frozenset(layer.key for layer in group)
@@ -72,8 +80,9 @@ def stream_propagated(
         ]
         for layer in group:
             moments = [moments_by_layer[layer.key] for moments_by_layer in moments_of_tasks]
-            for name, value in _solved(plan, layer, moments).items():
-                merged[name] = value.to(average[name].dtype)
+            for first, value in _solved(plan, layer, moments).items():
+                for name in average.keys() & tied.get(first, [first]):
+                    merged[name] = value.to(average[name].dtype)
     _put(plan, merged, sink)
     return outcome
 

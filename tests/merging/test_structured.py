@@ -248,6 +248,22 @@ def test_a_table_that_is_head_and_embedding(
     assert relative(merged, truth) < 1e-7
 
 
+@pytest.mark.parametrize("is_propagated", [False, True], ids=["stored", "by tasks"])
+def test_a_tied_table_has_its_merged_weights_under_both_names(is_propagated: bool) -> None:
+    """Modules name a tied tensor twice; their dicts of trainable parameters name it once."""
+    tasks = tied_tasks()
+    settings: dict[str, Any] = {"method": "fisher", "dtype": torch.float64}
+    if is_propagated:
+        settings["tasks"] = tasks
+    else:
+        settings["precisions"] = [fit_laplace(t, structure="gram") for t in tasks]
+    expected = merge(None, [weights_of(t) for t in tasks], **settings)
+    merged = merge(None, [t.model for t in tasks], **settings)
+    assert torch.equal(merged["words.weight"], expected["words.weight"])
+    assert torch.equal(merged["read.weight"], expected["words.weight"])
+    tasks[0].model.load_state_dict(merged)
+
+
 def test_without_damping_the_solution_nearest_to_the_average() -> None:
     """A softmax ignores a constant that is added to all logits, so that G is singular."""
     _, fitted, models = fitted_mlps("kron", prior_precision=1.0)
