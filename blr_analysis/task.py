@@ -173,8 +173,9 @@ class Task:
         self.plans: dict[Any, Any] = {}  # how the engine reads this model; backprop fills it
         self._has_checked_logits = False  # whether outputs were compared with probabilities
         self._writes_to_inputs = True  # whether the model works in place; the first run tells
-        if self._predicts_pixels_without_labels():
-            self.likelihood = tokens_of(self.likelihood)
+        plain = self.likelihood
+        if type(plain) is Categorical and self._predicts_pixels_without_labels():
+            self.likelihood = tokens_of(plain)
 
     def _read(
         self, data: Any, target: str | None, likelihood: Loss, weights: Any, metadata: Any
@@ -203,7 +204,7 @@ class Task:
         """Whether unlabelled inputs have outputs ``[B, C, H, W]``; one example tells."""
         batch = self.examples.batch(torch.zeros(1, dtype=torch.long))
         is_unlabelled = self.forward is default_forward and not has_labels(batch)
-        if not is_unlabelled or type(self.likelihood) is not Categorical:
+        if not is_unlabelled:
             return False
         with torch.no_grad(), self.evaluation():
             returned, _ = self._forward_pass(batch, {}, None)
