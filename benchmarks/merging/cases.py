@@ -7,7 +7,8 @@ core.
 * cnn: the same pictures, two convolutions and two linear layers;
 * vit: the same pictures, a transformer of two blocks on patches of 2 × 2 pixels;
 * llama: a Llama of two layers, letter by letter, on film reviews, product reviews and editorials;
-* lora: adapters of that Llama on the same texts, of ranks 4 and 8, one of them rank-stabilised.
+* lora: adapters of that Llama on the same texts, of ranks 4 and 8, one of them rank-stabilised;
+* minilm: the last layer's attention of MiniLM, on three of six domains of texts, positive or not.
 
 The base has seen a little of every task, as bases have.
 """
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 import blr_analysis as blr
 from benchmarks.merging.images import cnn, images_of, mlp, vit
+from benchmarks.merging.sentiments import sentiments_of
 from benchmarks.merging.texts import adapted_texts, texts_of
 from benchmarks.merging.trained import Trained
 from blr_analysis.backprop.loss import Evaluation, evaluated
@@ -90,4 +92,5 @@ CASES: dict[str, Callable[[int], Case]] = {
     "vit": lambda seed: _case(images_of(vit, seed), "categorical"),
     "llama": lambda seed: _case(texts_of(seed), "causal_lm"),
     "lora": lambda seed: _case(adapted_texts(seed), "causal_lm"),
+    "minilm": lambda seed: _case(sentiments_of(seed), "categorical"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,48 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 MATCHING = "gradient_matching"
 ARITHMETIC = "task_arithmetic"
-SHARE = 0.4  # of the second model, in SLERP
-SIMPLE = {  # of mergekit's methods: what ours and its recipes are told beside the weights
-    "linear": {},
-    "ties": {"density": 0.5},
-    "dare_linear": {"density": 0.5},
-    "slerp": {},
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a method of mergekit's merges, in a recipe that both read.
+
+    Attributes:
+        models: how many of the fine-tuned models.
+        base: "base", or "first" for the first of the models, or "" for none.
+        weighted: whether every model has a weight.
+        each: parameters of every model.
+        whole: parameters of the recipe.
+    """
+
+    models: int = 3
+    base: str = "base"
+    weighted: bool = True
+    each: dict[str, float] = field(default_factory=dict)
+    whole: dict[str, float] = field(default_factory=dict)
+
+
+HALF = {"density": 0.5}
+BY_RANK = {"density": 0.5, "epsilon": 0.1}
+WITHOUT_LARGEST = {"density": 0.5, "gamma": 0.01}
+METHODS_OF_MERGEKIT = {
+    "linear": Inputs(base=""),
+    "slerp": Inputs(models=2, base="first", weighted=False, whole={"t": 0.4}),
+    "nuslerp": Inputs(models=2),
+    "multislerp": Inputs(),
+    "karcher": Inputs(base="", weighted=False),
+    "model_stock": Inputs(weighted=False),
+    "ties": Inputs(each=HALF),
+    "dare_linear": Inputs(each=HALF),
+    "dare_ties": Inputs(each=HALF),
+    "della": Inputs(each=BY_RANK),
+    "della_linear": Inputs(each=BY_RANK),
+    "breadcrumbs": Inputs(each=WITHOUT_LARGEST),
+    "breadcrumbs_ties": Inputs(each=WITHOUT_LARGEST),
+    "sce": Inputs(weighted=False, whole={"select_topk": 0.5}),
+    "nearswap": Inputs(models=1, weighted=False, whole={"t": 0.001}),
+    "arcee_fusion": Inputs(models=1, weighted=False),
+    "ram": Inputs(weighted=False, whole={"epsilon": 1e-4}),
 }
 
 
@@ -49,22 +85,49 @@ class Contender:
 
 def contenders(made: Checkpoints, peers: Path) -> list[Contender]:
     """All that can run here, ours before its peers; writes the recipes that they read."""
-    given = {"models": [m.name for m in made.models], "weights": WEIGHTS, "delta": DELTA}
-    given |= {"simple": SIMPLE, "share": SHARE}
-    (made.root / "merge.json").write_text(json.dumps(given))
-    found = []
-    for method in (MATCHING, ARITHMETIC, *SIMPLE):
-        found += [_raw(made, method), _script("ours", "run_blr.py", made, method)]
-        if method not in SIMPLE:
-            found.append(_command(made, method))
-        found += _mergekit(made, method, peers / "mergekit" / "bin" / "python")
-    return found
+    settings = {"models": [m.name for m in made.models], "weights": WEIGHTS, "delta": DELTA}
+    (made.root / "merge.json").write_text(json.dumps(settings))
+    mergekit = peers / "mergekit" / "bin" / "python"
+    everybody = []
+    for method in (MATCHING, ARITHMETIC):
+        everybody.append(_raw(made, method))
+        everybody.append(_script("ours", "run_blr.py", method, made.root, method=method))
+        everybody.append(_command(made, method))
+        everybody += _mergekit(made, method, mergekit)
+    for method in METHODS_OF_MERGEKIT:
+        recipe = _written(made.root / f"{method}.yml", _recipe(made, method))
+        everybody.append(_raw(made, method))
+        everybody.append(_script("ours", "run_recipe.py", recipe, method=method))
+        if mergekit.exists():
+            everybody.append(_peer(mergekit, recipe, method, "mergekit"))
+    return everybody
+
+
+def _recipe(made: Checkpoints, method: str) -> dict[str, Any]:
+    """A recipe in float32 that writes bfloat16."""
+    way = METHODS_OF_MERGEKIT[method]
+    models = []
+    for model, weight in zip(made.models[: way.models], WEIGHTS, strict=False):
+        parameters: dict[str, float] = dict(way.each)
+        if way.weighted:
+            parameters["weight"] = weight
+        models.append({"model": str(model), "parameters": parameters})
+    recipe: dict[str, Any] = {"merge_method": method, "models": models, "parameters": way.whole}
+    if way.base == "base":
+        recipe["base_model"] = str(made.base)
+    if way.base == "first":
+        recipe["base_model"] = str(made.models[0])
+    return {**recipe, "dtype": "float32", "out_dtype": "bfloat16"}
 
 
 def inputs(made: Checkpoints, method: str) -> tuple[Path, ...]:
     """The files that a method reads."""
-    found = made.inputs(method == MATCHING)
-    return found[1:3] if method == "slerp" else found[1:] if method == "linear" else found
+    if method not in METHODS_OF_MERGEKIT:
+        return made.inputs(method == MATCHING)
+    way = METHODS_OF_MERGEKIT[method]
+    base, *models = made.inputs(False)
+    read = models[: way.models]
+    return (base, *read) if way.base == "base" else tuple(read)
 
 
 def _raw(made: Checkpoints, method: str) -> Contender:
@@ -78,9 +141,9 @@ def _raw(made: Checkpoints, method: str) -> Contender:
     return Contender(method, "raw", command, merges=False)
 
 
-def _script(name: str, script: str, made: Checkpoints, method: str) -> Contender:
+def _script(name: str, script: str, *arguments: str | Path, method: str) -> Contender:
     def command(out: Path) -> list[str | Path]:
-        return [sys.executable, "-W", "ignore", HERE / script, method, made.root, out]
+        return [sys.executable, "-W", "ignore", HERE / script, *arguments, out]
 
     return Contender(method, name, command, path=(ROOT,))
 
@@ -116,32 +179,30 @@ def _mergekit(made: Checkpoints, method: str, python: Path) -> list[Contender]:
         for m, a in zip(made.models, WEIGHTS, strict=True)
     ]
     recipe: dict[str, Any] = {"merge_method": method, "base_model": str(made.base)}
-    for entry in models:
-        entry["parameters"] |= SIMPLE.get(method, {})
-    if method == "linear":
-        del recipe["base_model"]
-    if method == "slerp":
-        models = [{"model": str(m)} for m in made.models[:2]]
-        recipe |= {"base_model": str(made.models[0]), "parameters": {"t": SHARE}}
     if method == MATCHING:
         models += [
             {"model": str(made.as_model(m)), "parameters": {"weight": 1.0}}
             for m in (made.base, *made.models)
         ]
         recipe["parameters"] = {"delta": DELTA}
-    found = []
+    peers = []
     for dtype in ("float32", "bfloat16") if method == ARITHMETIC else ("float32",):
         how = {"dtype": dtype, "out_dtype": "bfloat16"}
         path = _written(
             made.root / f"{method}_mergekit_{dtype}.yml", {**recipe, "models": models, **how}
         )
-
-        def command(out: Path, path: Path = path) -> list[str | Path]:
-            return [python, "-W", "ignore", HERE / "peers_mergekit.py", path, out]
-
         name = "mergekit" if dtype == "float32" else f"mergekit in {dtype}"
-        found.append(Contender(method, name, command))
-    return found
+        peers.append(_peer(python, path, method, name))
+    return peers
+
+
+def _peer(python: Path, recipe: Path, method: str, name: str) -> Contender:
+    """mergekit, in an environment of its own."""
+
+    def command(out: Path) -> list[str | Path]:
+        return [python, "-W", "ignore", HERE / "peers_mergekit.py", recipe, out]
+
+    return Contender(method, name, command)
 
 
 def _written(path: Path, recipe: dict[str, Any]) -> Path:

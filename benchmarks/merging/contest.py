@@ -1,4 +1,4 @@
-"""Which merge is best? Ours beside what people use, on five kinds of small models.
+"""Which merge is best? Ours beside what people use, on six kinds of small models.
 
     python -m benchmarks.merging.contest \
         | python -m benchmarks.results contest_loss contest_accuracy contest_forecast
@@ -18,10 +18,13 @@ Default settings were chosen on seeds 11 to 14, which are not among those that a
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -30,7 +33,7 @@ from torch import Tensor
 
 import blr_analysis as blr
 from benchmarks.merging.cases import CASES, Case
-from benchmarks.merging.foretold import rises
+from benchmarks.merging.foretold import Tested, rises
 from benchmarks.merging.foretold import summary as foretold_summary
 from benchmarks.merging.texts import LENGTH
 
@@ -128,25 +131,51 @@ MERGES: dict[str, Callable[[Contender], State]] = {
 }
 
 
-def rows_of(kind: str, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """One row per merge: the mean loss and accuracy over the tasks; and what was foretold."""
+@dataclass(frozen=True)
+class Result:
+    """What came of one case.
+
+    Attributes:
+        rows: one per merge: the mean loss and accuracy over the tasks.
+        forecasts: one per merge and task: the rise of the loss, foretold and measured.
+    """
+
+    rows: list[dict[str, Any]]
+    forecasts: list[dict[str, Any]]
+
+
+def result_of(kind: str, seed: int) -> Result:
+    """Train a case, make every merge of it, and test them."""
     case = CASES[kind](seed)
     contender = Contender(case)
-    rows = [_row(kind, seed, "own models", case.own())]
-    states = {}
+    own = case.own()
+    rows = [_row(kind, seed, "own models", own)]
+    merges = {}
     started = time.perf_counter()
     for name, make in MERGES.items():
-        states[name] = make(contender)
-        rows.append(_row(kind, seed, name, case.evaluations(states[name])))
+        state = make(contender)
+        merges[name] = Tested(state, case.evaluations(state))
+        rows.append(_row(kind, seed, name, merges[name].evaluations))
         seconds = time.perf_counter() - started
         print(f"{kind} {seed}: {name}, {seconds:.0f} s", file=sys.stderr, flush=True)
-    del states["base"]
+    base = merges.pop("base")
     scale = 1 / LETTERS_READ if kind in TEXTS else 1.0
-    forecasts = [{"kind": kind, "seed": seed, **row} for row in rises(case, states, contender.kron)]
-    for row in forecasts:
-        for column in ("foretold", "measured", "foretold_of_base", "measured_of_base"):
-            row[column] *= scale
-    return rows, forecasts
+    forecasts = []
+    for row in rises(case, own, base, merges, contender.kron):
+        nats = {name: scale * value for name, value in row.items() if isinstance(value, float)}
+        forecasts.append({"kind": kind, "seed": seed, **row, **nats})
+    return Result(rows, forecasts)
+
+
+def result_at(kind: str, seed: int, folder: Path | None) -> Result:
+    """The result that an earlier run left in a folder, or a new one, which is left there."""
+    if folder is None:
+        return result_of(kind, seed)
+    place = folder / f"{kind}-{seed}.json"
+    if not place.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        place.write_text(json.dumps(asdict(result_of(kind, seed))))
+    return Result(**json.loads(place.read_text()))
 
 
 def _row(kind: str, seed: int, merge: str, evaluations: list[Any]) -> dict[str, Any]:
@@ -183,15 +212,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kinds", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--keep", type=Path, help="a folder that keeps the result of every case")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     forecasts: list[dict[str, Any]] = []
     for kind in options.kinds:
         for seed in options.seeds:
-            scores, foretold = rows_of(kind, seed)
-            rows += scores
-            forecasts += foretold
+            result = result_at(kind, seed, options.keep)
+            rows += result.rows
+            forecasts += result.forecasts
     table = pd.DataFrame(rows)
     print(markdown(summary(table, "loss", 3)))
     if set(options.kinds) - TEXTS:

@@ -30,16 +30,7 @@ def main() -> None:
             "base_precision": root / "base" / "precision",
             "delta": given["delta"],
         }
-    extra |= given["simple"].get(method, {})
-    base = root / "base"
-    weights = given["weights"]
-    if method == "slerp":
-        base = None
-        models = models[:2]
-        weights = [1 - given["share"], given["share"]]
-    if method == "linear":
-        base = None
-    merge(base, models, weights=weights, method=method, out=out, **extra)
+    merge(root / "base", models, weights=given["weights"], method=method, out=out, **extra)
     print(json.dumps({"inner": time.perf_counter() - started}))
 
 

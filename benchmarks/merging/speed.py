@@ -1,7 +1,7 @@
 """Seconds and memory of merging folders: ours and mergekit's.
 
     python -m benchmarks.merging.speed [--parameters 551e6] [--rounds 3] [--peers DIR] [--only NAME]
-        [--folder DIR] | python -m benchmarks.results merging_speed
+        [--methods METHOD ...] [--folder DIR] | python -m benchmarks.results merging_speed
 
 Makes its checkpoints (a bfloat16 base, three fine-tunes, four float32 precision sets: 13.2 GB for
 551 million parameters, of which 1.1 GB come out) in a folder that is removed afterwards. Every
@@ -116,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of every contender")
     parser.add_argument("--peers", type=Path, default=Path(".venv-peers"))
     parser.add_argument("--only", default="", help="contenders by a part of their name")
+    parser.add_argument("--methods", nargs="+", help="left out: all")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     args = parser.parse_args(arguments)
     shape = shape_of(int(args.parameters))
@@ -129,6 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made = make(root, int(args.parameters))
         wanted = contenders(made, args.peers)
         wanted = [c for c in wanted if c.name == "raw" or args.only in c.label]
+        if args.methods:
+            wanted = [c for c in wanted if c.method in args.methods]
         found = measure(made, wanted, args.rounds)
     finally:
         shutil.rmtree(root, ignore_errors=True)

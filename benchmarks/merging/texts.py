@@ -1,27 +1,21 @@
 """Three sorts of text, letter by letter, and a small Llama for them, whole or by adapters.
 
-Source: Hutto and Gilbert, "VADER", ICWSM 2014, whose texts the sources of vaderSentiment carry.
+The texts are those of :mod:`benchmarks.merging.rated`.
 """
 
 from __future__ import annotations
 
 import copy
-import tarfile
-import tempfile
 import warnings
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.merging.rated import scored_texts
 from benchmarks.merging.trained import Data, Trained, fitted, joined
-from benchmarks.truth import store
-from benchmarks.truth.wheels import download
 
-PACKAGE = "vaderSentiment==3.3.2"
-SHA256 = "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9"
-INSIDE = "vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz"
-SORTS = {"films": "movieReview", "products": "amazonReview", "editorials": "nytEditorial"}
+SORTS = ("films", "products", "editorials")
 LETTERS = "\n abcdefghijklmnopqrstuvwxyz.,'!?-0"
 LENGTH = 32
 # passages of each sort
@@ -38,24 +32,7 @@ ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 def text_of(sort: str) -> str:
     """All text of a sort, in small letters, from the cache or fetched with pip."""
-    place = store.root() / "texts" / f"{sort}.txt"
-    if not place.is_file():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(_fetched(SORTS[sort]), encoding="utf-8")
-    return place.read_text(encoding="utf-8")
-
-
-def _fetched(stem: str) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        sources = download(PACKAGE, SHA256, folder, kind="--no-binary")
-        with (
-            tarfile.open(sources) as outer,
-            tarfile.open(fileobj=outer.extractfile(INSIDE)) as inner,
-        ):
-            file = inner.extractfile(f"hutto_ICWSM_2014/{stem}Snippets_GroundTruth.txt")
-            assert file is not None
-            lines = file.read().decode("utf-8", "replace").splitlines()
-    return "\n".join(line.split("\t")[-1].lower() for line in lines)
+    return "\n".join(text.lower() for _, text in scored_texts(sort))
 
 
 def passages(sort: str) -> Tensor:

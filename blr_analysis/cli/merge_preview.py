@@ -82,6 +82,7 @@ def show_forecast(plan: MergePlan) -> None:
             "model": [Path(task.task).name for task in prediction.tasks],
             "rise": [f"{task.rise:.3g}" for task in prediction.tasks],
             "range": [f"{task.low:.2g} to {task.high:.2g}" for task in prediction.tasks],
+            "by interference": [f"{task.interference:.2g}" for task in prediction.tasks],
             "at the base": [f"{task.base_rise:.3g}" for task in prediction.tasks],
             "verdict": [task.verdict for task in prediction.tasks],
             "mostly in": [", ".join(layers_of(task)) for task in prediction.tasks],

@@ -30,7 +30,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from blr_analysis.adapters import PREFIX, is_adapter, scaling_of, translate
+from blr_analysis.adapters import (
+    PREFIX,
+    is_adapter,
+    scaling_of,
+    stores_transposed,
+    translate,
+)
 from blr_analysis.checks import positive_int, some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.files import Folder
@@ -330,22 +336,48 @@ def _base_weights(
     *,
     has_precisions: bool,
 ) -> dict[str, Tensor]:
-    """W_0 of every module in float64, for DoRA.
+    """W_0 of every module in float64, ``[O, I]``, for DoRA.
 
     Raises:
         InputError: no base, or precisions.
-        ModelError: adapters of Conv1D.
+        ModelError: a weight of another shape than the adapters' products.
     """
     if base is None:
         raise InputError("DoRA adapters are merged by their base's weights: give base=")
     if has_precisions:
         raise InputError("DoRA adapters are merged without precisions: leave them out")
-    if any(adapter.entries.get("fan_in_fan_out") for adapter in adapters):
-        raise ModelError("DoRA adapters of Conv1D are merged into a model only (blr.merge)")
     source = Folder.open(base)
-    weights = [f"{module}.weight" for module in modules]
-    names = translate(weights, source.specs, str(adapters[0].folder))
-    return {module: source.tensor(names[f"{module}.weight"]).double() for module in modules}
+    names = translate(
+        [f"{module}.weight" for module in modules], source.specs, str(adapters[0].folder)
+    )
+    is_conv1d = stores_transposed(source.specs) or any(
+        adapter.entries.get("fan_in_fan_out") for adapter in adapters
+    )
+    weights = {}
+    for module in modules:
+        name = names[f"{module}.weight"]
+        shape = next(a.shape_of(module) for a in adapters if module in a.pairs)
+        weights[module] = _of_shape(name, source.tensor(name).double(), shape, is_conv1d)
+    return weights
+
+
+def _of_shape(name: str, weight: Tensor, shape: tuple[int, int], is_conv1d: bool) -> Tensor:
+    """A weight ``[O, I]`` of this shape, which Conv1D stores as ``[I, O]``.
+
+    Args:
+        is_conv1d: whether square weights are stored as ``[I, O]``.
+
+    Raises:
+        ModelError: the weight has another shape.
+    """
+    is_square = shape[0] == shape[1]
+    if weight.shape == shape and not (is_square and is_conv1d):
+        return weight
+    if weight.mT.shape == shape:
+        return weight.mT
+    raise ModelError(
+        f"{name!r} is {list(weight.shape)}, in the adapters {list(shape)}: name their base"
+    )
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,11 @@ class Adapter:
         magnitude = self.tensor(self.magnitudes[module]).double().reshape(-1, 1)
         return magnitude / (base + left @ right).norm(dim=1, keepdim=True)
 
+    def shape_of(self, module: str) -> tuple[int, int]:
+        """The shape ``[O, I]`` of the product of a module, by the shapes of B and A."""
+        pair = self.pairs[module]
+        return self.file.specs[pair["B"]].shape[0], self.file.specs[pair["A"]].shape[-1]
+
     def product(self, module: str) -> tuple[Tensor, Tensor]:
         """s B ``[O, r]`` and A ``[r, I]`` of a module, in float64.
 

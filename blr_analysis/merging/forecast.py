@@ -7,6 +7,14 @@ With θ_t the weights of task t and H_t the precision of its data, the loss near
 The sum runs over tensors, or over layers where H_t has factors. The merge is carried out piece by
 piece into a sink that keeps only these sums, for the merge and for the base.
 
+Fine-tuning has gone along the line from the base θ_0 to θ_t, and the loss on this line is at most
+that of the base. What the other tasks change leads off the line, where the loss rises faster than
+H_t says: H_t is measured where the model is sure of its data. That part of Q_t is the interference
+
+    I_t(θ) = Q_t(θ) − [½ (θ − θ_t)ᵀ H_t (θ_0 − θ_t)]² / Q_t(θ_0)
+
+Merges and tasks are ordered by Q_t + I_t (``python -m benchmarks.merging.contest`` compares both).
+
 Merges are often further from θ_t than this approximation reaches. The range around the rise is
 therefore wide: a factor of 10 for Kronecker factors and of 30 for diagonals, which ignore how
 weights act together. All rises that ``python -m benchmarks.merging.contest`` measures are within
@@ -57,6 +65,7 @@ class TaskForecast:
         base_rise: Q_t at the base; NaN without a base.
         share: Q_t at the merge over Q_t at the base; NaN without a base.
         tensors: by tensor, or by layer, its share in Q_t of the merge, largest first.
+        interference: I_t, in nats for each example; NaN without a base or a unit.
     """
 
     task: str
@@ -66,6 +75,12 @@ class TaskForecast:
     base_rise: float
     share: float
     tensors: Mapping[str, float]
+    interference: float = math.nan
+
+    @property
+    def cost(self) -> float:
+        """The rise with interference counted twice, by which merges and tasks are ordered."""
+        return self.rise if math.isnan(self.interference) else self.rise + self.interference
 
     @property
     def verdict(self) -> str:
@@ -158,6 +173,7 @@ class _Task:
         precision: H_t.
         plan: the plan of the merge.
         at_merge, at_base: Q_t at the merge and at the base, by tensor or layer.
+        along: ½ (θ − θ_t)ᵀ H_t (θ_0 − θ_t) for the merge θ.
     """
 
     model: OpenModel
@@ -165,6 +181,7 @@ class _Task:
     plan: MergePlan
     at_merge: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     at_base: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    along: float = 0.0
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -198,14 +215,18 @@ class _Task:
         stored_name = self.model.names[name]
         theta = self.model.source.read(stored_name, start, stop, scratch).double().cpu()
         theta = theta.clone()  # the base is read into the same buffer
-        merged_rise = float((h * (merged - theta).square()).sum()) / 2
+        step = merged - theta
+        merged_rise = float((h * step.square()).sum()) / 2
         base_rise = 0.0
+        along = 0.0
         if self.plan.base is not None:
-            base = self.plan.base.read(name, start, stop, scratch).double().cpu()
-            base_rise = float((h * (base - theta).square()).sum()) / 2
+            base_step = self.plan.base.read(name, start, stop, scratch).double().cpu() - theta
+            base_rise = float((h * base_step.square()).sum()) / 2
+            along = float((h * step * base_step).sum()) / 2
         with self._lock:
             self.at_merge[name] += merged_rise
             self.at_base[name] += base_rise
+            self.along += along
 
     def _add_to_layer(self, name: str, start: int, values: Tensor) -> None:
         """Add entries of a layer with factors; its sum is formed with its last entries."""
@@ -219,21 +240,25 @@ class _Task:
             if self._n_missing[layer] > 0:
                 return
             merged = {part: self._merged.pop(part) for part in joint.names}
-        self.at_merge[layer] = self._rise(layer, merged)
-        if self.plan.base is not None:
-            base = {part: _flat(self.plan.base, part) for part in joint.names}
-            self.at_base[layer] = self._rise(layer, base)
+        factors = self.precision.factors(layer)
+        step = self._step(layer, merged)
+        curved_step = factors.times(step)
+        self.at_merge[layer] = float((step * curved_step).sum()) / 2
+        if self.plan.base is None:
+            return
+        base_step = self._step(layer, {part: _flat(self.plan.base, part) for part in joint.names})
+        self.at_base[layer] = float((base_step * factors.times(base_step)).sum()) / 2
+        with self._lock:
+            self.along += float((base_step * curved_step).sum()) / 2
 
-    def _rise(self, layer: str, weights: Mapping[str, Tensor]) -> float:
-        """Q_t of one layer at some weights, which are flat and by name."""
+    def _step(self, layer: str, weights: Mapping[str, Tensor]) -> Tensor:
+        """θ − θ_t of one layer, as a matrix, for weights θ that are flat and by name."""
         joint, _ = self.precision.layers[layer]
         steps = {}
         for name, values in weights.items():
             theta = _flat(self.model.source, self.model.names[name])
             steps[name] = (values - theta).view(self.plan.reference.specs[name].shape)
-        step = joint.join(steps)
-        factors = self.precision.factors(layer)
-        return float((step * factors.times(step)).sum()) / 2
+        return joint.join(steps)
 
     def forecast(self) -> TaskForecast:
         """The forecast by the sums, which must be complete."""
@@ -246,6 +271,9 @@ class _Task:
         factor = RANGE_OF_DIAGONALS if structure == "diag" else RANGE_OF_KRONECKER
         divisor = max(total, sys.float_info.min)
         parts = {name: part / divisor for name, part in self.at_merge.items()}
+        interference = math.nan
+        if has_base and base_total > 0:
+            interference = max(total - self.along**2 / base_total, 0.0) / n_data
         result = TaskForecast(
             self.model.source.name,
             rise=rise,
@@ -254,11 +282,19 @@ class _Task:
             base_rise=base_total / n_data if has_base else math.nan,
             share=total / base_total if has_base and base_total > 0 else math.nan,
             tensors=dict(sorted(parts.items(), key=lambda part: -part[1])),
+            interference=interference,
         )
         if structure != "gram":
             return result
         no_unit = math.nan
-        return replace(result, rise=no_unit, low=no_unit, high=no_unit, base_rise=no_unit)
+        return replace(
+            result,
+            rise=no_unit,
+            low=no_unit,
+            high=no_unit,
+            base_rise=no_unit,
+            interference=no_unit,
+        )
 
 
 def _flat(source: Source, name: str) -> Tensor:

@@ -183,9 +183,10 @@ def _one_per_model(name: str, argument: Any, default: Any, count: int) -> list[A
     """An argument of :func:`merge` as a list of one value for each model."""
     if argument is None:
         return [default] * count
-    is_weight = callable(argument) or isinstance(argument, int | float)
-    if name in BY_NAME and is_weight:
-        return [argument] * count
+    is_number = isinstance(argument, int | float)
+    is_of_names = name in BY_NAME and callable(argument)
+    if is_of_names or (is_number and name != "precisions"):
+        return [argument] * count  # the same for all models
     is_text_or_mapping = isinstance(argument, str | bytes | Mapping)
     if is_text_or_mapping or not isinstance(argument, Sequence):
         raise InputError(f"{name} must be a list with one entry per model, got {argument!r:.60}")

@@ -96,9 +96,10 @@ def merge(
             ``missing_precision``, ``normalize``, ``dtype``, ``out_dtype``, ``shrink``, ``power``,
             ``damping``, ``trust``, ``scale``, ``seed``, ``rescale``. ``density`` is, for TIES and
             DARE, the share of each θ_t − θ_0 that stays, given like ``weights``. ``n_data`` is the
-            number of examples of each task whose precision is an average. ``max_memory`` is the
-            most bytes of buffers, on top of what Python and torch take. There are also
-            ``threads``, ``max_shard_bytes`` and ``progress``.
+            number of examples of each task whose precision is an average: one number for all
+            tasks, or a list; 1 for a file of sums. ``max_memory`` is the most bytes of buffers,
+            on top of what Python and torch take. There are also ``threads``,
+            ``max_shard_bytes`` and ``progress``.
 
     Returns:
         A state dict, with the names, shapes and devices of the base; with ``out`` a

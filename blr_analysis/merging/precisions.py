@@ -298,7 +298,8 @@ def open_precision(
     if record is None:
         if n_data is None:
             raise InputError(
-                f"n_data is missing for {str(path)!r}: without a record its numbers are averages"
+                f"n_data is missing for {str(path)!r}, which has no record: give the number of "
+                "examples that it averages, or 1 for sums; of the base, pass tensors"
             )
         return _plain(source, n_data)
     record = checked_record(record, str(path))

@@ -30,6 +30,12 @@ KEYS_OF_MERGEKIT = {
     "experts": "mixtures of experts are mergekit's (mergekit-moe)",
     "gate_mode": "mixtures of experts are mergekit's (mergekit-moe)",
     "genome": "evolution is mergekit's (mergekit-evolve)",
+    "metric_method": "it compares models and merges none; write merge_method",
+}
+# What to write in place of a key that is unknown here.
+KEYS_MEANT = {
+    "lora": "write model: MODEL+ADAPTER, or the adapter's folder",
+    "pattern": "write filter",
 }
 MERGEKIT = "perhaps mergekit does this"  # said of keys and methods that are unknown here
 MAX_BYTES = 200_000  # a larger file is no recipe
@@ -210,7 +216,11 @@ def parsed_recipe(text: str, name: str) -> RecipeText:
         InputError: no YAML, an unknown key or method, or a value of a wrong type.
     """
     with told_as(InputError, f"{name} is no readable YAML"):
-        data = YAML(typ="safe", pure=True).load(text)
+        documents = list(YAML(typ="safe", pure=True).load_all(text))
+    documents = [document for document in documents if document is not None]
+    if len(documents) > 1:
+        raise InputError(f"{name} has {len(documents)} recipes: write each into a file of its own")
+    data = documents[0] if documents else None
     _refuse_what_mergekit_does(data, name)
     try:
         return RecipeText.model_validate(data)
@@ -243,5 +253,9 @@ def _complaints(fault: ValidationError) -> str:
     sentences = []
     for error in fault.errors(include_url=False, include_input=False)[:COMPLAINTS_SHOWN]:
         key = ".".join(map(str, error["loc"])) or "the recipe"
-        sentences.append(f"{key}: {COMPLAINTS.get(error['type'], error['msg'])}")
+        complaint = COMPLAINTS.get(error["type"], error["msg"])
+        last = error["loc"][-1] if error["loc"] else None
+        if error["type"] == "extra_forbidden" and last in KEYS_MEANT:
+            complaint = f"there is no such key: {KEYS_MEANT[last]}"
+        sentences.append(f"{key}: {complaint}")
     return "; ".join(sentences)

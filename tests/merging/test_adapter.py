@@ -63,6 +63,14 @@ CASES: dict[str, tuple[str, str, list[dict[str, Any]]]] = {
             {"target_modules": ["q_proj", "up_proj"], "use_dora": True, "r": 2},
         ],
     ),
+    "DoRA on Conv1D, square and not": (
+        "gpt2",
+        "causal_lm",
+        [
+            {"target_modules": ["c_attn", "c_proj"], "use_dora": True, "fan_in_fan_out": True},
+            {"target_modules": ["c_proj"], "use_dora": True, "fan_in_fan_out": True, "r": 2},
+        ],
+    ),
     "DoRA beside plain": (
         "llama",
         "causal_lm",
@@ -257,6 +265,17 @@ def test_dora_needs_its_base(tmp_path: Path) -> None:
     places = [written(tmp_path / f"a{t}", base, t, settings) for t in range(2)]
     with pytest.raises(BLRError, match="give base="):
         merge_adapters(places, tmp_path / "out")
+
+
+def test_dora_on_another_base_is_refused(tmp_path: Path) -> None:
+    base = build("llama", "causal_lm")
+    settings = {"target_modules": ["q_proj"], "use_dora": True}
+    places = [written(tmp_path / f"a{t}", base, t, settings) for t in range(2)]
+    (name,) = [n for n, p in base.named_parameters() if "layers.0.self_attn.q_proj" in n]
+    base.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(torch.ones(3, 5))
+    base.save_pretrained(str(tmp_path / "base"))
+    with pytest.raises(BLRError, match=r"is \[3, 5\], in the adapters .*: name their base"):
+        merge_adapters(places, tmp_path / "out", base=tmp_path / "base")
 
 
 def test_dora_is_not_added_to_a_folder_that_nobody_named(

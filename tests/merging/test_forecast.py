@@ -92,6 +92,29 @@ def test_quadratic_losses_rise_as_foretold(structure: str) -> None:
             assert math.isnan(task.rise)  # input moments have no unit of the loss
 
 
+def test_interference_is_the_rise_from_the_nearest_point_of_the_line() -> None:
+    """By least squares over the points θ_t + c (θ_0 − θ_t), in the metric of H_t."""
+    base = {"w": torch.tensor([0.0, 0.0, 0.0]), "v": torch.tensor([0.5, 0.0])}
+    models = [
+        {"w": torch.tensor([1.0, 0.2, 0.0]), "v": torch.tensor([0.5, 0.3])},
+        {"w": torch.tensor([-0.4, 1.0, 0.3]), "v": torch.tensor([1.5, 0.0])},
+    ]
+    precisions = [
+        {"w": torch.tensor([1.0, 4.0, 2.0]), "v": torch.tensor([3.0, 1.0])},
+        {"w": torch.tensor([2.0, 1.0, 1.0]), "v": torch.tensor([0.5, 2.0])},
+    ]
+    actual = forecast(make_plan(job_of(base, models, precisions)), progress=False)
+    merged = blr.merge(base, models, precisions=precisions, method="fisher")
+    for task, model, precision in zip(actual.tasks, models, precisions, strict=True):
+        root = torch.cat([precision[n].double().sqrt() for n in base])
+        step = root * torch.cat([(merged[n] - model[n]).double() for n in base])
+        back = root * torch.cat([(base[n] - model[n]).double() for n in base])
+        share = torch.linalg.lstsq(back[:, None], step[:, None]).solution.squeeze()
+        distance = step - share * back
+        assert task.interference == pytest.approx(float(distance.square().sum()) / 2, rel=1e-5)
+        assert task.cost == pytest.approx(task.rise + task.interference)
+
+
 def test_what_each_verdict_says() -> None:
     """A tenth of the base's cost is safe; as much as the base's cost is too far."""
     base = {"w": torch.zeros(4)}
@@ -146,6 +169,7 @@ def test_layers_whose_tensors_arrive_apart() -> None:
     job = job_of(base, [task.model], [posterior], method="task_arithmetic", scale=0.5)
     (actual,) = forecast(make_plan(job), progress=False).tasks
     assert actual.share == pytest.approx(0.25, rel=1e-5)
+    assert actual.interference == pytest.approx(0.0, abs=1e-9)
 
 
 def test_a_merge_that_needs_no_precision_is_shown_without_a_forecast(

@@ -85,6 +85,21 @@ def test_averages_without_a_record_are_multiplied_by_n_data(tmp_path: Path) -> N
         blr.merge(**write_family(tmp_path / "x"), n_data=[10, None], out=tmp_path / "y")
 
 
+@pytest.mark.parametrize("count", [1, 10])
+def test_one_n_data_counts_for_every_file_without_a_record(tmp_path: Path, count: int) -> None:
+    """1 is for files that hold sums, whatever their number."""
+    family = write_family(tmp_path)
+    for folder in family["precisions"]:
+        (folder / "precision_config.json").unlink()
+    memory = family_in_memory()
+    memory["precisions"] = [{n: count * h for n, h in p.items()} for p in memory["precisions"]]
+    expected = blr.merge(**memory)
+    for n_data in (count, [count, count]):
+        actual = blr.merge(**family, n_data=n_data)
+        for n in SHAPES:
+            torch.testing.assert_close(actual[n], expected[n], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("choice", ["base", "zero"])
 def test_missing_precisions(choice: str) -> None:
     family = family_in_memory()

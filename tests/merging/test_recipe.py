@@ -221,7 +221,13 @@ FISHER = "merge_method: fisher\nmodels: "
 REFUSED: list[tuple[str, str]] = [
     ("", "expected keys and values"),
     ("merge_method: linear\n\tmodels: []", "line 2"),
-    (HEAD + BOTH + "---\na: 1", "document"),
+    (HEAD + BOTH + "---\na: 1", "has 2 recipes: write each into a file of its own"),
+    (BOTH + "metric_method: all", "metric_method: it compares models"),
+    (HEAD + "models: [{model: ft1, lora: ft2}]", r"models.0.lora: .*write model: MODEL\+ADAPTER"),
+    (
+        HEAD + BOTH + "parameters: {weight: [{pattern: mlp, value: 1}]}",
+        "pattern: .*write filter",
+    ),
     (HEAD + BOTH + "merge_method: linear", "duplicate"),
     (HEAD + "models: !!python/object:os.system [x]", "YAML"),
     ("[" * 600 + "]" * 600, "YAML"),
