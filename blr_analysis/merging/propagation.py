@@ -16,7 +16,7 @@ from blr_analysis.merging.layers import Moments, Part, dense
 from blr_analysis.merging.merge_plan import MergePlan
 from blr_analysis.merging.piece import Sink
 from blr_analysis.merging.stream import Memory, Outcome, stream
-from blr_analysis.posterior.capture.assemble import tied_names
+from blr_analysis.posterior.capture import tied_names
 from blr_analysis.progress import track
 from blr_analysis.task import Task
 

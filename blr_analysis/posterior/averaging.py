@@ -7,13 +7,14 @@ In memory are the sums over the networks and the answers of one network. See
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from blr_analysis.likelihoods import Bernoulli, Categorical, Likelihood, TokenCategorical
+from blr_analysis.posterior.networks import Network
 from blr_analysis.posterior.predictive import Predictions, scored_by
 from blr_analysis.progress import bar
 from blr_analysis.task import Task
@@ -22,15 +23,13 @@ NUMBERS_LIMIT = 2**27  # tokens times classes whose probabilities are stored; 51
 TOO_MANY = "too many tokens and classes to keep: no variance, entropy, accuracy"
 
 
-def averaged(
-    task: Task, networks: Iterable[Mapping[str, Tensor]], draws: int, note: str = ""
-) -> Predictions:
+def averaged(task: Task, networks: Iterable[Network], draws: int, note: str = "") -> Predictions:
     """The task's predictions averaged over networks.
 
     In memory are one network and N × C numbers, for sequences one number per token and class.
 
     Args:
-        networks: the weights and buffers of each, by name.
+        networks: one after another.
         draws: the number of networks; 0 for a single one, at the posterior's mean.
         note: the note of the result.
 
@@ -43,10 +42,10 @@ def averaged(
     total: Answers | None = None
     progress = bar(n_networks * len(batches), "predictions", task.progress)
     with progress, torch.no_grad(), task.evaluation():
-        for params in networks:
+        for network in networks:
             parts = []
             for indices in batches:
-                parts.append(_answers(task, params, indices, likelihood, len(batches)))
+                parts.append(_answers(task, network, indices, likelihood, len(batches)))
                 progress.update()
             answers = Answers.joined(parts)
             total = answers if total is None else total.plus(answers)
@@ -186,13 +185,13 @@ def _sum(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 
 def _answers(
     task: Task,
-    params: Mapping[str, Tensor],
+    network: Network,
     indices: Tensor,
     likelihood: Likelihood,
     n_batches: int,
 ) -> Answers:
     """One network's answers for a batch; the losses alone where there are too many tokens."""
-    outputs, targets = task.predicted(task.fetch(indices), params, indices)
+    outputs, targets = network.predicted(task, indices)
     log_likelihoods = None
     if targets is not None:
         log_likelihoods = -_losses(likelihood, outputs, targets).double().cpu()

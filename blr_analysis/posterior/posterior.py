@@ -30,6 +30,7 @@ from blr_analysis.posterior.facts import (
 )
 from blr_analysis.posterior.input_ranges import other_units, remembered
 from blr_analysis.posterior.minimum import PrecisionMatch, Stationarity
+from blr_analysis.posterior.networks import Network, NetworkAt, NetworkAtMean, linearised
 from blr_analysis.posterior.notes import (
     GUESSED_TEMPERATURE,
     MOSTLY_START,
@@ -60,6 +61,8 @@ from blr_analysis.posterior.structures.lowrank import ENOUGH_EXPLAINED
 from blr_analysis.snapshots import buffers_of
 from blr_analysis.task import Task
 
+# Sources of a curvature at weights that were not drawn.
+CURVATURE_AT_MEAN = ("laplace", "recorder", "fisher")
 EARLIER = "earlier."  # before the names of an earlier posterior's tensors
 NAMES_LISTED = 12  # in a message
 
@@ -435,12 +438,26 @@ class Posterior:
         entries = {**self._entries, "caveat": caveat}
         return self.changed(form=Diagonal(drawn), start=None, earlier=earlier, _entries=entries)
 
+    @property
+    def is_linearised(self) -> bool:
+        """Whether predictions linearise the network at the mean (:meth:`predict`).
+
+        They do for curvatures that were fitted or recorded, and for the second moments of torch's
+        own optimizers. A training that drew its weights, and a posterior without a source, do not.
+        """
+        optimizer = str(self.record.get("optimizer") or "")
+        return self.source in CURVATURE_AT_MEAN or optimizer.startswith("torch.optim.")
+
     def predict(
         self, task: Task, draws: int = 10, *, generator: torch.Generator | None = None
     ) -> Predictions:
         """What the posterior predicts for a task's examples, of training or test.
 
             p(y | x) = ∫ p(y | f_θ(x)) q(θ) dθ  ≈  1/K Σ_k p(y | f_θₖ(x)),   θₖ ~ q
+
+        In a posterior that was fitted or recorded, f is linearised at the mean m, and τ is the
+        temperature: f_m(x) + √τ J(x) (θₖ − m). It is the network itself where the training drew
+        its weights, as IVON's does (:mod:`blr_analysis.posterior.networks`).
 
         Args:
             task: the model with the examples to predict; any number of them. The noise or class
@@ -762,10 +779,15 @@ def predict(
 
 def _networks(
     posteriors: Sequence[Posterior], n_draws: int, generator: torch.Generator | None
-) -> Iterator[Tree]:
-    """Weights and buffers of the networks, one after another: draws, or each posterior's mean."""
+) -> Iterator[Network]:
+    """The networks, one after another: the draws of each posterior, or the one at its mean."""
     for q in posteriors:
-        for _ in range(n_draws):
-            yield {**q.as_drawn.sample(generator=generator), **q.buffers}
+        at_mean = NetworkAtMean({**q.mean, **q.buffers})
         if n_draws == 0:
-            yield {**q.mean, **q.buffers}
+            yield at_mean
+        for _ in range(n_draws):
+            draw = q.as_drawn.sample(generator=generator)
+            if q.is_linearised:
+                yield linearised(at_mean, draw, q.temperature)
+            else:
+                yield NetworkAt({**draw, **q.buffers})

@@ -47,31 +47,50 @@ def error_of_calibration(confidence: Tensor, right: Tensor) -> float:
     return total
 
 
+def without_source(q: blr.Posterior) -> blr.Posterior:
+    """The same posterior, which does not say where it came from."""
+    return blr.Posterior(q.mean, q.form, prior_precision=q.prior, n_data=q.n_data)
+
+
+@pytest.mark.parametrize("is_linearised", [True, False], ids=["fitted", "of unknown source"])
 @pytest.mark.parametrize("structure", ["diag", "kron", "lowrank", "full"])
 @pytest.mark.filterwarnings("ignore:rank")
-def test_an_average_over_the_draws_that_sample_gives(structure: str) -> None:
+def test_an_average_over_the_draws_that_sample_gives(structure: str, is_linearised: bool) -> None:
+    """A fitted posterior draws networks that are linear around its mean, by forward derivatives."""
     task = task_of()
     task.model.train()
     before = torch.get_rng_state()
     q = fitted(task, structure, 5 if structure == "lowrank" else None)
+    if not is_linearised:
+        q = without_source(q)
     with torch.inference_mode(), untouched(task.model):
         predictive = q.predict(task, draws=3, generator=torch.Generator().manual_seed(1))
     assert torch.equal(torch.get_rng_state(), before)
     generator = torch.Generator().manual_seed(1)
     probs = torch.zeros(N, 3, dtype=torch.float64)
     x, y = data()
+
+    def logits_at(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(task.model, weights, (x,))
+
     for _ in range(3):
         weights = q.sample(generator=generator)
-        logits = torch.func.functional_call(task.model, weights, (x,)).detach()
-        probs += logits.softmax(-1) / 3
-    torch.testing.assert_close(predictive.mean, probs)
+        if is_linearised:
+            moves = {name: weights[name] - m for name, m in q.mean.items()}
+            logits, step = torch.func.jvp(logits_at, (q.mean,), (moves,))
+            logits = logits + q.temperature**0.5 * step
+        else:
+            logits = logits_at(weights)
+        probs += logits.detach().softmax(-1) / 3
+    tolerance = {"rtol": 1e-4, "atol": 1e-6} if is_linearised else {"rtol": 1e-7, "atol": 1e-7}
+    torch.testing.assert_close(predictive.mean, probs, **tolerance)
     losses = nn.functional.nll_loss(probs.log(), y, reduction="none")
-    torch.testing.assert_close(predictive.losses, losses)
-    assert predictive.nll == pytest.approx(float(losses.mean()))
+    torch.testing.assert_close(predictive.losses, losses, **tolerance)
+    assert predictive.nll == pytest.approx(float(losses.mean()), rel=1e-4)
     right = probs.argmax(1) == y
     assert predictive.accuracy == pytest.approx(right.double().mean().item())
     ece = error_of_calibration(probs.max(1).values, right)
-    assert predictive.calibration_error == pytest.approx(ece)
+    assert predictive.calibration_error == pytest.approx(ece, rel=1e-4)
     assert f"nll={predictive.nll:.4g}" in repr(predictive)
     assert "draws=3" in repr(predictive)
 
@@ -218,7 +237,7 @@ def test_how_sure_an_answer_is_by_definition() -> None:
     """And the same without labels, where no score that needs them is made up."""
     x, y = data()
     task = task_of()
-    q = fitted(task, "diag", None)
+    q = without_source(fitted(task, "diag", None))
     generator = torch.Generator().manual_seed(0)
     predictive = q.predict(task, 6, generator=generator)
     check_scores(predictive, drawn(q, task.model, x, 6).softmax(-1), y)
