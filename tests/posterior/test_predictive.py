@@ -77,8 +77,8 @@ def test_an_average_over_the_draws_that_sample_gives(structure: str, is_linearis
         weights = q.sample(generator=generator)
         if is_linearised:
             moves = {name: weights[name] - m for name, m in q.mean.items()}
-            logits, step = torch.func.jvp(logits_at, (q.mean,), (moves,))
-            logits = logits + q.temperature**0.5 * step
+            at_mean_and_step: Any = torch.func.jvp(logits_at, (q.mean,), (moves,))
+            logits = at_mean_and_step[0] + q.temperature**0.5 * at_mean_and_step[1]
         else:
             logits = logits_at(weights)
         probs += logits.detach().softmax(-1) / 3
