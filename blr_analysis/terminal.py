@@ -8,6 +8,8 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from datetime import date
+from datetime import time as time_of_day
 from typing import Any
 
 from rich import box
@@ -69,20 +71,37 @@ def pairs(rows: Mapping[str, object]) -> None:
 
 
 def print_json(facts: Mapping[str, Any]) -> None:
-    """Print facts as JSON; numbers that are not finite become null."""
-    print(json.dumps(_finite(facts), indent=2, ensure_ascii=False, allow_nan=False))
+    """Print facts as one JSON object; missing and infinite values are null."""
+    values = json_value(facts)
+    print(json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False, default=str))
 
 
-def _finite(value: Any) -> Any:
-    """The value as JSON has it: names as text, numbers of NumPy plain, None for NaN and inf."""
+def json_value(value: Any) -> Any:
+    """The value as JSON has it, with all its digits.
+
+    Missing and infinite values become None, arrays lists, and dates text in ISO form.
+
+    >>> json_value({1: float("nan"), "day": date(2026, 1, 2), "pair": (1, 2.5)})
+    {'1': None, 'day': '2026-01-02', 'pair': [1, 2.5]}
+    """
     if isinstance(value, Mapping):
-        return {str(name): _finite(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    if hasattr(value, "item"):
-        value = value.item()
-    is_undefined = isinstance(value, float) and not math.isfinite(value)
-    return None if is_undefined else value
+        return {str(name): json_value(part) for name, part in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [json_value(part) for part in value]
+    if hasattr(value, "tolist"):  # tensors, and arrays and numbers of NumPy
+        return json_value(value.tolist())
+    is_infinite = isinstance(value, float) and math.isinf(value)
+    if value is None or is_infinite or _is_missing(value):
+        return None
+    return value.isoformat() if isinstance(value, date | time_of_day) else value
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether this is NaN, NaT or pandas.NA, which do not equal themselves."""
+    try:
+        return bool(value != value)
+    except (TypeError, ValueError):  # pandas.NA compares as NA
+        return True
 
 
 def show(part: RenderableType, console: Console | None = None) -> None:

@@ -22,7 +22,7 @@ import pandas as pd
 import pytest
 import torch
 import typer
-from commands import CommandContract, refused, run
+from commands import CommandContract, documented_names, facts_of, refused, run
 from rich.console import Console
 from rich.text import Text
 from safetensors.torch import load_file
@@ -252,6 +252,13 @@ def test_json_is_what_the_functions_say(here: Path, capsys: Any) -> None:
     assert facts["before"]["accuracy"] == pytest.approx(result.before.accuracy)
 
 
+def test_what_a_script_prints_is_not_in_the_json(here: Path, capsys: Any) -> None:
+    Path("loud.py").write_text("print('epoch 1')\nfrom script import make_task\n")
+    argv = ("what-if", "loud.py:make_task", *Q, "--remove", "target == 1", "--dry-run")
+    assert "dry_run" in facts_of(capsys, *argv)
+    assert "epoch 1" in run(capsys, *argv)[1]
+
+
 def test_decisions_make_a_cleaned_data_set(here: Path, capsys: Any) -> None:
     """Example 7 is dropped, and 3 and 4 have another label."""
     task, _, _ = inputs()
@@ -319,6 +326,9 @@ def test_verify_reads_everything_and_names_what_is_damaged(here: Path, capsys: A
     assert code == 0, err
     files = sum(path.is_file() for path in (here / "index").rglob("*"))
     assert cells(out, "reads")[1].startswith(f"{files} files")
+    facts = facts_of(capsys, "verify", "index")
+    assert len(facts["whole"]) == files
+    assert facts.keys() == documented_names("verify")
     code, out, err = run(capsys, "verify", "index")
     assert code == 0 and cells(out, "whole")[1].startswith(f"{files} files"), err
     (here / "mixed").mkdir()
@@ -330,7 +340,7 @@ def test_verify_reads_everything_and_names_what_is_damaged(here: Path, capsys: A
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert "q.safetensors' is damaged" in refused(capsys, "verify", "mixed")
-    assert "checksum" in refused(capsys, "verify", "d.csv")
+    assert "checksum" in refused(capsys, "verify", "d.csv", "--json")
     assert "nothing is stored" in refused(capsys, "verify", "nowhere")
 
 

@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 import sklearn.datasets  # noqa: F401  (slow to import)
 import torch
+from commands import documented_names
 from rich.console import Console
 
 import blr_analysis as blr
 from blr_analysis.audit.section import two_digits
+from blr_analysis.cli.facts import facts_of_demo
 from blr_analysis.cli.inputs import load_tasks
 from blr_analysis.demo import load, network, recipe, run, train
 from blr_analysis.demo.job import _one_thread
+from blr_analysis.terminal import json_value
 
 
 def test_the_split_is_a_partition_of_all_digits() -> None:
@@ -85,6 +88,8 @@ def test_the_whole_demo(tmp_path: Path) -> None:
     assert planted[findings.suspicions.order[: int(planted.sum())]].double().mean() > 0.7
     assert "Annotator eve supplied" in told
     assert "labels were planted wrong" in told
+    facts = json_value(facts_of_demo(findings, truth, folder))
+    assert facts.keys() == documented_names("audit") | documented_names("demo") - {"audit"}
     # The estimate from the training data is within twice the standard error of the test NLL …
     noise = float(on_test.losses.std() / len(on_test.losses) ** 0.5)
     assert abs(loo.nll - on_test.nll) < 2 * noise

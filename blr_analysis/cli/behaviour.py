@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
-from datetime import date, time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blr_analysis.cli.options import dry_run
 from blr_analysis.cli.origin import IndexedModel
 from blr_analysis.cli.query_options import Behaviour, Request
 from blr_analysis.cli.refinement import say_if_rough
 from blr_analysis.errors import InputError
-from blr_analysis.terminal import grid, pairs, section, show
+from blr_analysis.terminal import grid, json_value, pairs, section, show
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute
     import pandas as pd
@@ -28,12 +27,15 @@ LEAD = "How far the loss of an unwanted output would rise without each, on avera
 
 def show_behaviour(
     model: IndexedModel, behaviour: Behaviour, request: Request, folder: Path, write: Path | None
-) -> None:
+) -> dict[str, Any]:
     """Print the texts that a behaviour rests on most, and write the data without them.
 
     Args:
         folder: where the table is written.
         write: a file for the data without these texts; None: it is not written.
+
+    Returns:
+        The texts as plain values.
     """
     from blr_analysis.sensitivity.influence.results import quantity_of
     from blr_analysis.tables import write_table
@@ -46,7 +48,7 @@ def show_behaviour(
         good = shared.of(model.columns.task_of(model.loaded, behaviour.good, request.say))
     if shared.dry_run:
         pairs({"outputs": f"{bad.n_data:,}", "writes": write or "nothing"})
-        return
+        return dry_run(questions=bad.n_data)
     index = model.opened
     say_if_rough(request.say, index.error)
     normalize = bool(request.ranking.normalize)
@@ -58,6 +60,12 @@ def show_behaviour(
     show(section("Sources of the behaviour", LEAD, grid(columns_to_print(table, quantity))))
     if write is not None:
         write_data_without(model, table["example"].tolist(), write)
+    return {
+        "questions": bad.n_data,
+        "quantity": quantity,
+        "refined": 0,
+        "sources": table.to_dict("records"),
+    }
 
 
 def behaviour_scores(index: Index, bad: Task, good: Task | None, *, normalize: bool) -> Tensor:
@@ -134,23 +142,7 @@ def write_without(data: str, examples: Sequence[int], path: Path, *, online: boo
     rows = table.reset_index(drop=True).drop(index=list(examples))
     if not len(rows):
         raise InputError("no row is left: ask for fewer (--top)")
-    lines = [json.dumps(_json_value(row)) for row in rows.to_dict("records")]
+    lines = [json.dumps(json_value(row)) for row in rows.to_dict("records")]
     with drafted(path) as draft:
         draft.write_text("\n".join(lines) + "\n")
     return len(rows)
-
-
-def _json_value(value: Any) -> Any:
-    """The value as JSON has it, with all its digits: missing values are null, dates are text."""
-    import pandas as pd
-
-    if isinstance(value, Mapping):
-        return {str(name): _json_value(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_value(entry) for entry in value]
-    if hasattr(value, "tolist"):  # arrays and numbers of NumPy
-        return _json_value(value.tolist())
-    is_infinite = isinstance(value, float) and math.isinf(value)
-    if pd.isna(value) or is_infinite:
-        return None
-    return value.isoformat() if isinstance(value, date | time) else value

@@ -18,12 +18,12 @@ from blr_analysis.cli.fisher import fisher
 from blr_analysis.cli.index import index
 from blr_analysis.cli.inputs import Source
 from blr_analysis.cli.merging import merge
-from blr_analysis.cli.options import Json, Out, Shared, flattened, show_forecast
+from blr_analysis.cli.options import Out, Shared, dry_run, flattened, show_forecast
 from blr_analysis.cli.query import query
 from blr_analysis.cli.validate import validate
 from blr_analysis.cli.verify import verify
 from blr_analysis.cli.what_if import what_if_command
-from blr_analysis.terminal import Teller, as_text, grid, pairs, print_json, show
+from blr_analysis.terminal import Teller, as_text, grid, pairs, show
 
 if TYPE_CHECKING:
     from blr_analysis.audit import Findings
@@ -98,7 +98,7 @@ def demo(
     ] = 0,
     out: Out = Path("blr-demo"),
     shared: Shared,
-) -> None:
+) -> dict[str, Any]:
     """Plant wrong labels among handwritten digits, train a small network, and find them.
 
       blr-analysis demo
@@ -110,10 +110,13 @@ def demo(
     shared.free(out)
     if shared.dry_run:
         pairs({"writes": out})
-        return
+        return dry_run(writes=out)
+    from blr_analysis.cli.facts import facts_of_demo
     from blr_analysis.demo import run
 
-    run(out or Path("blr-demo"), seed=seed, say=Teller())
+    folder = out or Path("blr-demo")
+    findings, truth = run(folder, seed=seed, say=Teller())
+    return facts_of_demo(findings, truth, folder)
 
 
 def audit(
@@ -132,9 +135,8 @@ def audit(
         typer.Option(metavar="NUMBER", help="Passes over the data, for each group."),
     ] = None,
     out: Out = Path("blr-audit"),
-    json: Json = False,
     shared: Shared,
-) -> None:
+) -> dict[str, Any] | None:
     """Which rows look wrong, which groups help, and how far to trust the model.
 
       blr-analysis audit train.py:make_task --test make_test
@@ -161,21 +163,18 @@ def audit(
         check_column(column, task)
         if shared.dry_run:
             cost = audit_forecast(task, test, source, column, passes)
-            show_forecast(cost, besides="tables, pictures and report.html on disk")
-            return
+            return show_forecast(cost, besides="tables, pictures and report.html on disk")
         posterior = source.posterior_of(task, say)
         findings = investigate(task, posterior, test=test, by=column, passes=passes, say=say)
         if not ranks.first():
-            return
+            return None
         with ranks.alone():
             summary = in_text(*sections(findings).values())
             texts = None if source.data is None else task.metadata["text"]
             files = write_audit(findings, folder, as_text(summary), texts, say)
-    if json:
-        print_json({**facts_of_audit(findings), "files": [str(file) for file in files]})
-        return
     show(summary)
     show(list_of_files(folder, files))
+    return facts_of_audit(findings, files)
 
 
 def write_audit(
@@ -230,7 +229,7 @@ def algorithms(
     ] = None,
     out: Out = None,
     shared: Shared,
-) -> None:
+) -> dict[str, Any]:
     """The algorithms that are one rule: Table 1 of the Bayesian learning rule.
 
     All of them, one of them, or all as files:
@@ -248,16 +247,22 @@ def algorithms(
     from blr_analysis.learning_rule.table import row, table1
     from blr_analysis.tables import write_table
 
+    if shared.dry_run:
+        pairs({"writes": out or "nothing"})
+        return dry_run(writes=out)
     table = table1()
+    chosen = table
     if name is None:
         shown = grid({column: table[column].replace("", "none") for column in SHOWN_COLUMNS})
     else:
-        entry = table[table["algorithm"] == row(name).algorithm].iloc[0]
+        chosen = table[table["algorithm"] == row(name).algorithm]
+        entry = chosen.iloc[0]
         shown = grid({"": entry.index, " ": [str(value) or "none" for value in entry]})
     with shared.folder(out) as folder:
-        if out is not None and not shared.dry_run:
+        if out is not None:
             write_table(table, folder, "table1")
     show(shown)
+    return {"algorithms": chosen.to_dict("records")}
 
 
 def flowed(text: str | None) -> str:
@@ -276,7 +281,7 @@ def flowed(text: str | None) -> str:
 
 
 app.callback(epilog=EXIT_CODES, help=flowed(root.__doc__))(root)
-COMMANDS: dict[str, Callable[..., None]] = {
+COMMANDS: dict[str, Callable[..., dict[str, Any] | None]] = {
     "demo": demo,
     "audit": audit,
     "what-if": what_if_command,

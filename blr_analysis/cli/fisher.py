@@ -93,7 +93,7 @@ def fisher(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the examples and labels that are drawn.")] = 0,
     shared: Shared,
-) -> None:
+) -> dict[str, Any]:
     """The precision of a fine-tuned model, from its data: what a merge weighs it by.
 
       blr-analysis fisher ./ft1 train.csv
@@ -129,13 +129,13 @@ def fisher(
         "dtype": torch.bfloat16 if bfloat16 else None,
     }
     if shared.dry_run:
-        show_forecast(fisher_cost(model, data, **settings))
-        return
+        return show_forecast(fisher_cost(model, data, **settings))
     result = compute_fisher(
         model, data, out=out, force=shared.force, memory_budget=shared.memory, **settings
     )
     say("done")
     show_fisher(result)
+    return vars(result)
 
 
 def show_fisher(result: FisherResult) -> None:

@@ -10,7 +10,7 @@ import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -42,7 +42,7 @@ def index(
         bool, typer.Option("--profile", help="Print how long each pass over the data took.")
     ] = False,
     shared: Shared,
-) -> None:
+) -> dict[str, Any] | None:
     """An index of what a model was trained on, to be asked later without another pass.
 
       blr-analysis index train.py:make_task --out INDEX
@@ -59,6 +59,7 @@ def index(
     index; --force starts again.
     """
     from blr_analysis import ranks
+    from blr_analysis.cli.facts import facts_of_index
     from blr_analysis.files import held
     from blr_analysis.sensitivity.index.build import check_place
 
@@ -74,16 +75,16 @@ def index(
             remove_earlier(out, unfinished)
         check_place(out, task, rank, at_model=source.posterior is None)
         if shared.dry_run:
-            show_forecast(index_forecast(source, task, rank))
-            return
+            return show_forecast(index_forecast(source, task, rank))
         built, seconds = built_index(source, task, rank, out, unfinished, say)
         if not ranks.first():
-            return
+            return None
         write_origin(source, task, built)
         shutil.rmtree(unfinished, ignore_errors=True)
     show_index(built, out, is_of_a_model=source.data is not None)
     if profile:
         pairs({name: f"{share:.1f} s" for name, share in seconds.items()})
+    return facts_of_index(built, out, seconds)
 
 
 def remove_earlier(out: Path, unfinished: Path) -> None:

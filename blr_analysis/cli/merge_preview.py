@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -21,12 +21,22 @@ MODELS_IN_MEMORY = 3  # of a merge by data: the result, one of the models, and t
 LAYERS_SHOWN = 2  # of those that a task's loss rises by
 
 
-def show_preview(plan: MergePlan, job: Job) -> None:
-    """Print the settings, the models, what becomes of the tensors, and the forecast."""
+def show_preview(plan: MergePlan, job: Job) -> dict[str, Any]:
+    """Print the settings, the models, what becomes of the tensors, and the forecast.
+
+    Returns:
+        The costs and the forecast as plain values.
+    """
     show_settings(plan, job)
     show_table("Models", columns_of_models(plan, job))
     show_table("Tensors", columns_of_tensors(plan, job))
-    show_forecast(plan)
+    return {
+        "method": plan.method.name,
+        "bytes_read": plan.bytes_read,
+        "bytes_written": plan.bytes_written,
+        "memory": plan.memory,
+        "forecast": show_forecast(plan),
+    }
 
 
 def columns_of_models(plan: MergePlan, job: Job) -> dict[str, list[str]]:
@@ -69,13 +79,17 @@ def show_settings(plan: MergePlan, job: Job) -> None:
     pairs(rows)
 
 
-def show_forecast(plan: MergePlan) -> None:
-    """Print how far the merge is expected to raise every task's loss, or why that is unknown."""
+def show_forecast(plan: MergePlan) -> list[dict[str, Any]] | None:
+    """Print how far the merge is expected to raise every task's loss, or why that is unknown.
+
+    Returns:
+        A row for each task; None where it is unknown.
+    """
     try:
         prediction = forecast_of(plan)
     except BLRError as fault:  # of precisions that the merge itself may not read
         typer.echo(f"\nNo forecast: {fault}")
-        return
+        return None
     show_table(
         "Forecast: rise of each task's loss, nats for each example",
         {
@@ -90,6 +104,7 @@ def show_forecast(plan: MergePlan) -> None:
     )
     if prediction.note:
         typer.echo(prediction.note)
+    return [{**vars(task), "verdict": task.verdict} for task in prediction.tasks]
 
 
 def forecast_of(plan: MergePlan) -> MergeForecast:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blr_analysis.cli.options import Shared, read_size
+from blr_analysis.cli.options import Shared, dry_run, read_size
 from blr_analysis.errors import InputError
 from blr_analysis.terminal import Teller
 
 if TYPE_CHECKING:
+    from blr_analysis.merging.auto import Choice
     from blr_analysis.merging.job import Job
     from blr_analysis.merging.merge_plan import MergePlan
     from blr_analysis.merging.recipe import Recipe
@@ -62,7 +63,7 @@ def merge(
         typer.Option("--trust", help="Take precisions that were recorded for other weights."),
     ] = False,
     shared: Shared,
-) -> None:
+) -> dict[str, Any]:
     """Merge fine-tuned models into one, by how sure each one is of its weights.
 
     The recipe is YAML, as mergekit writes it:
@@ -103,21 +104,21 @@ def merge(
     if target is not None and will_write and parsed.out_adapter is not None:
         if replaces_a_merge:
             shutil.rmtree(target)
-        write_adapter(parsed, target)
-        return
-    job = job_of(parsed, validate or [], shared, say, trust=trust)
+        return write_adapter(parsed, target)
+    job, choice = job_of(parsed, validate or [], shared, say, trust=trust)
     plan = make_plan(job, max_memory=shared.memory or MAX_MEMORY, threads=threads)
     for note in plan.notes:
         say(note)
     if target is not None:
         check_room(target, plan.bytes_written)
     if target is None or not will_write:
-        show_preview(plan, job)
+        costs = show_preview(plan, job)
         typer.echo("\nNothing was written (--dry-run).")
-        return
+        return dry_run(**costs)
     if replaces_a_merge:
         shutil.rmtree(target)
-    write_model(plan, target, parsed.text, max_shard_bytes, say)
+    facts = write_model(plan, target, parsed.text, max_shard_bytes, say)
+    return {**facts, "tried": trials(choice)}
 
 
 def recipe_at(path: Path, say: Callable[[str], None], *, has_examples: bool) -> Recipe:
@@ -143,8 +144,11 @@ def job_of(
     say: Callable[[str], None],
     *,
     trust: bool,
-) -> Job:
-    """What the recipe asks for, with the data of its models and, for "auto", the chosen method."""
+) -> tuple[Job, Choice | None]:
+    """What the recipe asks for, with the data of its models and, for "auto", the chosen method.
+
+    The second value is how "auto" came to its method; None for other methods.
+    """
     from dataclasses import replace
 
     job = replace(recipe.job, trust=trust)
@@ -152,14 +156,19 @@ def job_of(
     if needs_data:
         job = with_tasks(job, recipe.auto, shared, say)
     if recipe.auto:
-        job = with_the_best_method(job, validation_files, say)
-    return job
+        return with_the_best_method(job, validation_files, say)
+    return job, None
 
 
 def write_model(
     plan: MergePlan, out: Path, recipe_text: str, max_shard_bytes: int, say: Callable[[str], None]
-) -> None:
-    """Merge, write the model and its documents, and print what was done."""
+) -> dict[str, Any]:
+    """Merge, write the model and its documents, and print what was done.
+
+    Returns:
+        The same as plain values.
+    """
+    from blr_analysis.cli.facts import facts_of_merge
     from blr_analysis.merging.card import documents, outcome
     from blr_analysis.merging.folders import execute
 
@@ -175,10 +184,23 @@ def write_model(
         typer.echo(sentence)
     shards = ", ".join(report.shards)
     typer.echo(f"written to {report.folder}: {shards}; the card, the recipe and the report too")
+    return facts_of_merge(report)
 
 
-def write_adapter(recipe: Recipe, out: Path) -> None:
-    """Merge adapters into an adapter, and print how much of the merge its rank keeps."""
+def trials(choice: Choice | None) -> list[dict[str, Any]] | None:
+    """The merges that "auto" tried, best first; None for other methods."""
+    if choice is None:
+        return None
+    points = sorted(choice.points, key=lambda point: point.nll)
+    return [{"merge": point.method, "nll": point.nll} for point in points]
+
+
+def write_adapter(recipe: Recipe, out: Path) -> dict[str, Any]:
+    """Merge adapters into an adapter, and print how much of the merge its rank keeps.
+
+    Returns:
+        The same as plain values.
+    """
     from blr_analysis.merging.adapter import merge_adapters_of
 
     assert recipe.out_adapter is not None
@@ -192,6 +214,12 @@ def write_adapter(recipe: Recipe, out: Path) -> None:
     if report.averaged:
         typer.echo(f"{len(report.averaged)} tensors of whole modules averaged")
     typer.echo(f"written to {report.folder}")
+    return {
+        "written": report.folder,
+        "rank": report.rank,
+        "shares": report.shares,
+        "averaged": report.averaged,
+    }
 
 
 def check_place(out: Path | None, shared: Shared) -> bool:
@@ -239,8 +267,10 @@ def tasks_of_files(job: Job, files: Sequence[Path], *, labelled: bool) -> list[T
     return text_tasks(folder, files, labelled=labelled)
 
 
-def with_the_best_method(job: Job, files: Sequence[Path], say: Callable[[str], None]) -> Job:
-    """The job with the method that does best on held-out examples; every trial is printed.
+def with_the_best_method(
+    job: Job, files: Sequence[Path], say: Callable[[str], None]
+) -> tuple[Job, Choice]:
+    """The job with the method that does best on held-out examples, and all trials, printed too.
 
     Args:
         files: labelled examples that no model was trained on; none of them: what precisions or the
@@ -256,14 +286,13 @@ def with_the_best_method(job: Job, files: Sequence[Path], say: Callable[[str], N
         held_out = dict(zip(map(str, files), tasks, strict=True))
     job, choice = chosen(job, held_out)
     say(f"auto: {choice!r}")
-    if not choice.points:
-        return job
-    points = sorted(choice.points, key=lambda point: point.nll)
-    show_table(
-        "Tried",
-        {
-            "merge": [point.method for point in points],
-            "nll": [f"{point.nll:.4g}" for point in points],
-        },
-    )
-    return job
+    tried = trials(choice)
+    if tried:
+        show_table(
+            "Tried",
+            {
+                "merge": [trial["merge"] for trial in tried],
+                "nll": [f"{trial['nll']:.4g}" for trial in tried],
+            },
+        )
+    return job, choice

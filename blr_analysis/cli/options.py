@@ -11,8 +11,9 @@ import copy
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -22,7 +23,7 @@ import typer
 from typer.models import OptionInfo
 
 from blr_analysis.errors import InputError, StorageError
-from blr_analysis.terminal import pairs
+from blr_analysis.terminal import pairs, print_json
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute
     from blr_analysis.posterior import Forecast
@@ -62,7 +63,6 @@ Length = Annotated[
         rich_help_panel=OF_LANGUAGE_MODELS,
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print what was found as JSON, for scripts.")]
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,10 @@ class Shared:
     progress: Annotated[
         bool | None, typer.Option(help="Bars; else on a terminal, when the work is long.")
     ] = None
+    json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON object, for scripts; words go to stderr."),
+    ] = False
 
     @property
     def memory(self) -> int | None:
@@ -219,7 +223,8 @@ def flattened(command: Callable[..., Any]) -> Callable[..., Any]:
     """The command with one parameter for each option, as typer reads them.
 
     A parameter of a dataclass is replaced by the dataclass's fields. The options of
-    :class:`Shared` come last, because they are the same for all commands.
+    :class:`Shared` come last, because they are the same for all commands. A command returns its
+    findings as plain values, which ``--json`` prints.
     """
     parameters = inspect.signature(command, eval_str=True).parameters.values()
     groups: dict[str, Any] = {
@@ -234,14 +239,29 @@ def flattened(command: Callable[..., Any]) -> Callable[..., Any]:
     if Shared in groups.values():
         options += options_of(Shared)
 
-    def run(**values: Any) -> Any:
+    def run(**values: Any) -> None:
         for name, group in groups.items():
             values[name] = gathered(group, values)
-        return command(**values)
+        is_for_a_script = any(getattr(value, "json", False) for value in values.values())
+        if is_for_a_script:
+            print_facts(command, values)
+        else:
+            command(**values)
 
     run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     run.__annotations__ = {option.name: option.annotation for option in options}
     return run
+
+
+def print_facts(command: Callable[..., Mapping[str, Any] | None], options: Any) -> None:
+    """Run a command, and print what it returns as JSON; its words go to standard error.
+
+    Only the first of several ranks returns something.
+    """
+    with redirect_stdout(sys.stderr):
+        facts = command(**options)
+    if facts is not None:
+        print_json(facts)
 
 
 def gathered(group: Any, values: dict[str, Any]) -> Any:
@@ -307,11 +327,14 @@ def as_duration(seconds: float) -> str:
     return f"{minutes} minutes"
 
 
-def show_forecast(cost: Forecast, *, besides: str = "") -> None:
+def show_forecast(cost: Forecast, *, besides: str = "") -> dict[str, Any]:
     """Print passes, time, memory and disk, a line each.
 
     Args:
         besides: costs that these do not count, in words.
+
+    Returns:
+        The same as plain values.
     """
     rows = {
         "passes": f"{cost.passes:.2f} over the data",
@@ -322,3 +345,9 @@ def show_forecast(cost: Forecast, *, besides: str = "") -> None:
     if besides:
         rows["besides"] = besides
     pairs(rows)
+    return dry_run(passes=cost.passes, seconds=cost.seconds, memory=cost.memory, disk=cost.disk)
+
+
+def dry_run(**costs: Any) -> dict[str, Any]:
+    """What a dry run returns: its costs, under a name that no run has."""
+    return {"dry_run": costs}

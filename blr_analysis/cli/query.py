@@ -12,7 +12,7 @@ import typer
 
 from blr_analysis.cli.behaviour import show_behaviour
 from blr_analysis.cli.inputs import TextColumns
-from blr_analysis.cli.options import Out, Shared
+from blr_analysis.cli.options import Out, Shared, dry_run
 from blr_analysis.cli.origin import IndexedModel, ScriptTasks, read_origin
 from blr_analysis.cli.query_options import Behaviour, Places, Ranking, Request, check_options
 from blr_analysis.cli.refinement import Opened, open_for, refinement_reported, say_if_rough
@@ -42,7 +42,7 @@ def query(
     places: Places,
     out: Out = None,
     shared: Shared,
-) -> None:
+) -> dict[str, Any]:
     """Which training examples a model's answers rest on.
 
       blr-analysis query INDEX train.py:make_test --top 20
@@ -73,22 +73,24 @@ def query(
         columns = TextColumns(places.text, places.max_length)
         model = IndexedModel(opened, origin, columns, shared.device, say)
         if questions is None:
-            show_behaviour(model, behaviour, request, folder, write)
-        elif asks_a_script:
-            show_sources(ScriptTasks(opened, origin), questions, request, folder)
-        else:
-            show_sources(model, questions, request, folder)
+            return show_behaviour(model, behaviour, request, folder, write)
+        if asks_a_script:
+            return show_sources(ScriptTasks(opened, origin), questions, request, folder)
+        return show_sources(model, questions, request, folder)
 
 
 def show_sources(
     reader: ScriptTasks | IndexedModel, address: str, request: Request, folder: Path
-) -> None:
+) -> dict[str, Any]:
     """Print the sources of every question, and write them where a folder was named.
 
     Args:
         reader: reads the training data and the questions.
         address: the file or the script's function with the questions.
         folder: where tables are written.
+
+    Returns:
+        The sources as plain values.
     """
     from blr_analysis.audit import in_text
     from blr_analysis.audit.sections import sources
@@ -99,7 +101,7 @@ def show_sources(
     opened = open_for(reader, questions, request)
     if request.shared.dry_run:
         pairs({"questions": f"{questions.n_data:,}", "writes": request.out or "nothing"})
-        return
+        return dry_run(questions=questions.n_data)
     if request.ranking.hybrid:
         quantity = "influence"
         table = table_with_words(opened, questions, request)
@@ -113,6 +115,12 @@ def show_sources(
         write_table(table, folder, "sources")
     words = questions.metadata.get("text") if questions.likelihood.is_sequence else None
     show(in_text(sources(table, quantity, words), max_rows=len(table)))
+    return {
+        "questions": questions.n_data,
+        "quantity": quantity,
+        "refined": opened.n_refined,
+        "sources": table.to_dict("records"),
+    }
 
 
 def matches_of(opened: Opened, questions: Task, request: Request) -> Any:

@@ -10,9 +10,9 @@ import typer
 from rich.console import RenderableType
 
 from blr_analysis.cli.inputs import Source
-from blr_analysis.cli.options import Json, Out, Shared, show_forecast
+from blr_analysis.cli.options import Out, Shared, show_forecast
 from blr_analysis.errors import InputError
-from blr_analysis.terminal import Teller, grid, note, print_json, section, show
+from blr_analysis.terminal import Teller, grid, note, section, show
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute
     from blr_analysis.posterior import Forecast
@@ -48,9 +48,8 @@ def validate(
         ),
     ] = None,
     out: Out = None,
-    json: Json = False,
     shared: Shared,
-) -> None:
+) -> dict[str, Any]:
     """How well influence, and any other method, agrees with retraining of your model.
 
       blr-analysis validate train.py:make_task --test make_test
@@ -80,15 +79,12 @@ def validate(
         study = Study.of(task, test, files, halves, seeds, passes, keep)
         say(study.cost)
         if shared.dry_run:
-            show_forecast(forecast(study, source))
-            return
+            return show_forecast(forecast(study, source))
         result = study.run(source.posterior_of(task, say))
         if out is not None:
             write_validation(result, folder)
-    if json:
-        print_json(facts_of_validation(result))
-        return
     show(in_words(result))
+    return facts_of_validation(result)
 
 
 def named_files(arguments: Sequence[str]) -> dict[str, str]:

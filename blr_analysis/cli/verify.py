@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from blr_analysis.cli.options import Shared
+from blr_analysis.cli.options import Shared, dry_run
 from blr_analysis.terminal import pairs
 
 SHOWN = 5  # files without a checksum that are named
@@ -20,7 +20,7 @@ def verify(
         typer.Argument(metavar="PATH", help="A file or folder, with all below it."),
     ],
     shared: Shared,
-) -> None:
+) -> dict[str, Any]:
     """Is everything at PATH still what was saved, to the bit?
 
     Posteriors, precisions for a merge, indexes, the checkpoints of a training and its record carry
@@ -41,10 +41,11 @@ def verify(
         files = files_at(path)
         size = sum(file.stat().st_size for file in files)
         pairs({"reads": f"{len(files):,} files, {size / 2**20:,.1f} MiB"})
-        return
+        return dry_run(files=len(files), bytes=size)
     report = verify_files(path, progress=shared.progress)
     rows = {"whole": f"{len(report.whole):,} files, {report.nbytes / 2**20:,.1f} MiB"}
     if report.unknown:
         names = some([file.name for file in report.unknown], SHOWN)
         rows["without a checksum"] = f"{len(report.unknown):,} files of other programs: {names}"
     pairs(rows)
+    return {"whole": report.whole, "bytes": report.nbytes, "without_checksum": report.unknown}

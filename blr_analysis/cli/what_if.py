@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from blr_analysis.cli.inputs import Source
-from blr_analysis.cli.options import Json, Out, Shared
+from blr_analysis.cli.options import Out, Shared, dry_run
 from blr_analysis.cli.row_queries import check_queries, new_labels
 from blr_analysis.errors import InputError
-from blr_analysis.terminal import Teller, pairs, print_json, show
+from blr_analysis.terminal import Teller, pairs, show
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
     from blr_analysis.posterior import Posterior
@@ -102,9 +102,8 @@ def what_if_command(
     change: Change,
     prediction: Prediction,
     out: Out = None,
-    json: Json = False,
     shared: Shared,
-) -> None:
+) -> dict[str, Any]:
     """What the model would be without some of its data, or with other labels.
 
       blr-analysis what-if train.py:make_task --remove "annotator == 'eve'"
@@ -120,6 +119,8 @@ def what_if_command(
     stays, with its new label.
     """
     from blr_analysis.cli.facts import facts_of_what_if
+    from blr_analysis.sensitivity import what_if
+    from blr_analysis.sensitivity.what_if import cost_of_what_if
 
     change.check()
     say = Teller()
@@ -127,58 +128,33 @@ def what_if_command(
         task, test = source.tasks(shared, say)
         change.check_on(task)
         posterior = source.posterior_of(task, say)
+        question = question_of(task, posterior, test, change, prediction)
         if shared.dry_run:
-            cost = cost_in_words(task, posterior, test, change, prediction)
+            cost = cost_of_what_if(task, posterior, **question)
             pairs({"examples": f"{task.n_data:,}", "answers": cost, "writes": out or "nothing"})
-            return
+            return dry_run(solver=cost.solver, passes=cost.passes, seconds=cost.seconds)
         say("what if")
-        result = predicted(task, posterior, test, change, prediction)
+        result = what_if(task, posterior, **question)
         if out is not None:
             write_what_if(result, folder)
             write_cleaned_data(task, change, folder)
-    if json:
-        print_json(facts_of_what_if(result))
-    else:
-        show_what_if(result, task, posterior, test)
+    show_what_if(result, task, posterior, test)
+    return facts_of_what_if(result)
 
 
-def cost_in_words(
+def question_of(
     task: Task, posterior: Posterior, test: Task | None, change: Change, prediction: Prediction
-) -> str:
-    """What the prediction would take: its solver, passes and seconds."""
-    from blr_analysis.sensitivity.what_if import cost_of_what_if
-
+) -> dict[str, Any]:
+    """The keyword arguments of :func:`blr_analysis.what_if` that these options stand for."""
     rows, labels = change.rows_and_labels(task, posterior)
-    cost = cost_of_what_if(
-        task,
-        posterior,
-        remove=rows,
-        relabel=labels,
-        evaluate=test,
-        solver=prediction.solver,
-        seeds=prediction.seeds,
-        passes=prediction.passes,
-    )
-    return str(cost)
-
-
-def predicted(
-    task: Task, posterior: Posterior, test: Task | None, change: Change, prediction: Prediction
-) -> WhatIf:
-    """The model after the change, measured on the test data where there are any."""
-    from blr_analysis.sensitivity import what_if
-
-    rows, labels = change.rows_and_labels(task, posterior)
-    return what_if(
-        task,
-        posterior,
-        remove=rows,
-        relabel=labels,
-        evaluate=test,
-        solver=prediction.solver,
-        seeds=prediction.seeds,
-        passes=prediction.passes,
-    )
+    return {
+        "remove": rows,
+        "relabel": labels,
+        "evaluate": test,
+        "solver": prediction.solver,
+        "seeds": prediction.seeds,
+        "passes": prediction.passes,
+    }
 
 
 def show_what_if(result: WhatIf, task: Task, posterior: Posterior, test: Task | None) -> None:

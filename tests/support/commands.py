@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import re
@@ -12,6 +13,8 @@ import pytest
 
 from blr_analysis.cli import main
 
+WAYS = Path(__file__).resolve().parents[2] / "docs" / "ways.md"
+JSON_ROW = re.compile(r"^\| `(?P<command>[\w-]+)` \|(?P<names>.*)\|$", re.MULTILINE)
 FORK = multiprocessing.get_context("fork")  # its processes need not import torch again
 
 
@@ -38,9 +41,24 @@ def files(place: Path) -> dict[str, int]:
     return {str(p): os.stat(p).st_mtime_ns for p in place.rglob("*") if p.is_file()}
 
 
+def documented_names(command: str) -> set[str]:
+    """The names that docs/ways.md promises of a command's JSON."""
+    page = WAYS.read_text("utf-8").split("## For scripts")[1]
+    names = {row["command"]: row["names"] for row in JSON_ROW.finditer(page)}
+    return set(re.findall(r"`(\w+)`", names[command]))
+
+
+def facts_of(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
+    """The one JSON object on standard output; the words are on standard error."""
+    code, output, errors = run(capsys, *argv, "--json")
+    assert code == 0, errors
+    assert errors
+    return json.loads(output)
+
+
 class CommandContract:
-    """Every command: a dry run writes nothing, the output is the function's own, and a second run
-    replaces it only with --force."""
+    """Every command: a dry run writes nothing, the output is the function's own, a second run
+    replaces it only with --force, and --json prints one object of the documented names."""
 
     name: str
     argv: tuple[object, ...]  # a run that succeeds, without its output's place
@@ -56,6 +74,12 @@ class CommandContract:
         assert code == 0, errors
         assert output
         assert not (here / "out").exists()
+
+    def test_json_is_one_object_with_the_documented_names(self, here: Path, capsys: Any) -> None:
+        costs = facts_of(capsys, self.name, *self.argv, *self.to, "--dry-run")
+        assert costs.keys() == {"dry_run"}
+        facts = facts_of(capsys, self.name, *self.argv, *self.to)
+        assert facts.keys() == documented_names(self.name)
 
     def test_the_output_is_the_functions_and_replaced_by_force_alone(
         self, here: Path, capsys: Any
