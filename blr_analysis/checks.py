@@ -95,11 +95,19 @@ def one_of(name: str, value: Any, words: Sequence[str]) -> str:
     """The value, which must be one of these words."""
     if isinstance(value, str) and value in words:
         return value
+    expected = ", ".join(map(repr, words))
+    raise InputError(f"{name} must be one of {expected}, got {value!r}{did_you_mean(value, words)}")
+
+
+def did_you_mean(value: Any, words: Sequence[str]) -> str:
+    """The end of a sentence that names the word closest to a value; "" where none is close.
+
+    >>> did_you_mean("Anotator", ["annotator", "source"]), did_you_mean(3, ["annotator"])
+    ("; did you mean 'annotator'?", '')
+    """
     lowercase = value.lower() if isinstance(value, str) else ""
     close_words = get_close_matches(lowercase, words, n=1, cutoff=0.5)
-    suggestion = f"; did you mean {close_words[0]!r}?" if close_words else ""
-    expected = ", ".join(map(repr, words))
-    raise InputError(f"{name} must be one of {expected}, got {value!r}{suggestion}")
+    return f"; did you mean {close_words[0]!r}?" if close_words else ""
 
 
 def instance(name: str, value: Any, kind: Any, expected: str) -> None:

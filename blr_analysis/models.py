@@ -16,6 +16,13 @@ from blr_analysis.errors import DeviceError, ModelError, told_as
 from blr_analysis.half import stored
 from blr_analysis.ranks import divided, is_sharded
 
+DEVICES = {
+    "cpu": lambda: True,
+    "cuda": torch.cuda.is_available,
+    "mps": torch.backends.mps.is_available,
+}
+CALLED_CUDA = ("gpu", "nvidia")
+
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside ``torch.compile``, ``DataParallel`` and ``DistributedDataParallel``."""
@@ -54,11 +61,27 @@ def find_device(device: str | torch.device) -> torch.device:
     Raises:
         DeviceError: the name is unknown, or the machine or this build of torch has no such device.
     """
-    means_cuda = str(device).split(":")[0] in ("gpu", "nvidia")
-    if means_cuda:
-        raise DeviceError(f'device {device!r} cannot be used here: write "cuda"; "cpu" can')
-    with told_as(DeviceError, f"device {device!r} cannot be used here", '"cpu" can'):
+    kind = str(device).lower().split(":")[0]
+    usable = [name for name, is_here in DEVICES.items() if is_here()]
+    names = [f'"{name}"' for name in usable]
+    remedy = f"{' and '.join(names)} can"
+    if kind in CALLED_CUDA:
+        remedy = f'write "cuda"; {remedy}'
+    refusal = f"device {device!r} cannot be used here"
+    is_absent = kind in DEVICES and kind not in usable
+    if is_absent or not _is_known_to_torch(kind):
+        raise DeviceError(f"{refusal}: {remedy}")
+    with told_as(DeviceError, refusal, remedy):
         return torch.empty(0, device=device).device  # "cuda" → "cuda:0"
+
+
+def _is_known_to_torch(kind: str) -> bool:
+    """Whether torch, with its extensions, has this kind of device, on whatever machine."""
+    try:
+        torch.device(kind)
+    except RuntimeError:
+        return False
+    return True
 
 
 def device_for(model: nn.Module, device: str | torch.device | None) -> torch.device:

@@ -195,7 +195,7 @@ class TestWhatIf(CommandContract):
 
     def test_solvers_are_named(self, here: Path, capsys: Any) -> None:
         task, _, q = inputs()
-        named = {"posterior": "in one step", "cg": "a descent of", "replay": "by short trainings"}
+        named = {"posterior": "in one step", "cg": "by a descent", "replay": "by short trainings"}
         for solver, said in named.items():
             argv = ("what-if", TASK, *Q, "--decisions", "d.csv", "--solver", solver)
             code, out, err = run(capsys, *argv)

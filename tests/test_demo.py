@@ -72,7 +72,7 @@ def test_the_whole_demo(tmp_path: Path) -> None:
     assert {"report.html", "summary.txt", "removals.png"} <= {p.name for p in folder.iterdir()}
     assert findings.table["row"].tolist() == load().rows.tolist()
     assert all(two_digits(nll) in told for nll in (*removals["nll_after"], *truth.values()))
-    assert "The temperature was measured" in told
+    assert "The scale of all sizes was measured" in told
     assert "\x1b" not in told
     after = removals.set_index("group")["nll_after"]
     assert list(truth) == [int(after.idxmax()), int(after.idxmin())]

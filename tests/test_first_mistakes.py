@@ -103,9 +103,38 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[BLRError], str]] = {
         InputError,
         "did you mean 'annotator'",
     ),
+    "an and of another language": (
+        lambda: without("annotator == 'eve' && target == 1"),
+        InputError,
+        "write and in place of &&",
+    ),
+    "a comparison of another language": (
+        lambda: without("annotator is 'eve'"),
+        InputError,
+        "write == in place of is",
+    ),
+    "a quote that is not closed": (lambda: without("annotator == 'eve"), InputError, "not closed"),
+    "an empty filter": (lambda: without(""), InputError, "compare a column with a value"),
+    "a filter that is a number": (
+        lambda: without("3"),
+        InputError,
+        "compare a column with a value",
+    ),
+    "a filter that is a column": (
+        lambda: without("target"),
+        InputError,
+        "compare a column with a value",
+    ),
+    "a filter beyond the numbers": (lambda: without("index > 99"), InputError, "between 0 and 59"),
+    "a group with a slip": (
+        lambda: blr.what_if_each(task(metadata={"annotator": WHO}), fit(), by="anotator"),
+        InputError,
+        "did you mean 'annotator'",
+    ),
     "a number in quotes": (lambda: without("target == '1'"), InputError, "numbers without quotes"),
     "augmented data": (lambda: task(Augmented()), DataError, r"Recipe\(augment=\)"),
     "a device called gpu": (lambda: task(device="gpu"), DeviceError, 'write "cuda"'),
+    "a device that is nowhere": (lambda: task(device="tpu"), DeviceError, '"cpu" can'),
     "inputs of a wrong shape": (
         lambda: fit((torch.randn(N, 5), labels())),
         ModelError,
@@ -127,6 +156,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[BLRError], str]] = {
         InputError,
         "60 values",
     ),
+    "metadata without names": (lambda: task(metadata=WHO), InputError, "columns by name"),
     "classes that count from 1": (
         lambda: fit((inputs(), labels() + 1)),
         DataError,
@@ -179,6 +209,26 @@ def test_raw_beside_standardised_test_data_are_said() -> None:
     subject = task()
     raw = blr.Task(subject.model, (50 * inputs() + 300, labels()))
     assert "other units" in blr.influence(subject, fit(), raw).note
+
+
+def test_classes_of_the_test_data_that_no_training_example_has_are_said() -> None:
+    is_trained_on = labels() != 2
+    subject = task((inputs()[is_trained_on], labels()[is_trained_on]))
+    posterior = blr.fit_laplace(subject, structure="diag", prior_precision=1.0)
+    test = task()
+    told = "classes that no training example has: 2"
+    assert told in blr.influence(subject, posterior, test).note
+    result = blr.what_if(subject, posterior, remove=[3], evaluate=test, solver="posterior")
+    assert told in result.note
+
+
+def test_a_slice_selects_its_rows() -> None:
+    subject = task()
+    posterior = fit()
+    options = {"solver": "posterior"}
+    actual = blr.what_if(subject, posterior, remove=slice(-3, None), **options)
+    expected = blr.what_if(subject, posterior, remove=[57, 58, 59], **options)
+    assert actual.nll == expected.nll
 
 
 def test_a_shuffled_loader_is_read_in_the_order_of_its_data() -> None:

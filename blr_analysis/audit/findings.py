@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.loss import Evaluation, evaluated
-from blr_analysis.checks import instance
+from blr_analysis.checks import did_you_mean, instance
 from blr_analysis.errors import InputError
 from blr_analysis.memory_map import MemoryMap, memory_map
 from blr_analysis.posterior import Posterior
@@ -189,7 +189,7 @@ def with_test(findings: Findings, test: Task) -> Findings:
         test=test,
         on_test=on_test,
         test_targets=test_targets,
-        unlike=unlike_training(findings.task, test, mean),
+        unlike=unlike_training(findings.task, test, mean, names_classes=False),  # trust.py does
     )
 
 
@@ -231,5 +231,5 @@ def check_column(by: str | None, task: Task) -> None:
         return
     columns = ["target", "prediction", *task.metadata]
     if by not in columns:
-        names = ", ".join(columns)
+        names = f"{', '.join(columns)}{did_you_mean(by, columns)}"
         raise InputError(f"there is no column {by!r} to group by; the task has {names}")

@@ -178,11 +178,17 @@ def doubts(removals: pd.DataFrame, names: Names | None) -> list[str]:
 
 
 def how(solver: str, passes: float) -> str:
-    """How a solver takes a group out, in words."""
+    """How a solver takes a group out, in words; the passes where they were counted.
+
+    >>> how("retrain", 40), how("retrain", 0)
+    ('by whole trainings without it, 40 passes over the data', 'by whole trainings without it')
+    """
     words_of_solver = {
         "posterior": "in one step, without training",
-        "cg": f"by a descent of {passes:.0f} passes over the data that stay",
-        "replay": f"by short trainings with and without it, {passes:.0f} passes over the data",
-        "retrain": f"by whole trainings without it, {passes:.0f} passes over the data",
+        "cg": "by a descent on the data that stay",
+        "replay": "by short trainings with and without it",
+        "retrain": "by whole trainings without it",
     }
-    return words_of_solver.get(solver, solver)
+    words = words_of_solver.get(solver, solver)
+    is_counted = passes > 0  # one step has none, those of a user's own training are not known
+    return f"{words}, {passes:.0f} passes over the data" if is_counted else words

@@ -15,17 +15,26 @@ from blr_analysis.audit.section import (
     range_around,
     two_digits,
 )
-from blr_analysis.audit.trust import is_scaled_by_a_guess
+from blr_analysis.audit.trust import has_left_out_sizes, is_scaled_by_a_guess
 from blr_analysis.backprop.loss import Evaluation, SequenceEvaluation
 from blr_analysis.posterior.predictive import measure_of
+from blr_analysis.task import Task
 
 ESTIMATE = "leave-one-out estimate"
 NO_ESTIMATE = (
     "There is no estimate for new data: this posterior ranks examples, but does not measure sizes. "
     "blr.calibrate(task, posterior) measures them."
 )
+BELOW_CHANCE = (
+    "There is no estimate for new data: it came out worse than a guess, as no retraining does. "
+    "blr.calibrate(task, posterior) leads to a better one."
+)
 GUESS = (
     "The estimate is rough: its scale is a guess, which blr.calibrate(task, posterior) measures."
+)
+WRONG_LABELS = (
+    "The estimate counts the {:,} rows that look wrong as they are labelled: it is too high if the "
+    "test data have fewer of them."
 )
 
 
@@ -33,7 +42,7 @@ def generalisation(findings: Findings) -> Section:
     """The estimate of the loss on new data, beside the losses on training and test data."""
     loo = findings.loo
     on_test = findings.on_test
-    has_estimate = not loo.is_below_chance and not ranks_only(findings)
+    has_estimate = has_left_out_sizes(findings)
     evaluations: dict[str, Any] = {"training data": on_training_data(findings)}
     if has_estimate:
         evaluations[ESTIMATE] = loo
@@ -72,7 +81,7 @@ def _notes(findings: Findings, has_estimate: bool) -> list[str]:
     loo = findings.loo
     notes = []
     if loo.is_below_chance:
-        notes.append(f"There is no estimate for new data: {loo.note}.")
+        notes.append(BELOW_CHANCE)
     elif not has_estimate:
         notes.append(NO_ESTIMATE)
     elif is_scaled_by_a_guess(findings.posterior):
@@ -81,14 +90,10 @@ def _notes(findings: Findings, has_estimate: bool) -> list[str]:
         notes.append(f"The estimate is rough: {loo.note}.")
     if findings.on_test is not None and has_estimate:
         notes.append(agreement(loo, findings.on_test, measured(findings)))
+        n_wrong = int((findings.suspects["kind"] == "label").sum())
+        if n_wrong and loo.nll > findings.on_test.nll:
+            notes.append(WRONG_LABELS.format(n_wrong))
     return notes
-
-
-def ranks_only(findings: Findings) -> bool:
-    """Whether the posterior gives the order of left-out losses, but not their size."""
-    posterior = findings.posterior
-    is_measured = posterior.calibration is not None or posterior.at_minimum
-    return not is_measured and not is_scaled_by_a_guess(posterior)
 
 
 def expected(findings: Findings, evaluation: Any) -> str:
@@ -107,10 +112,7 @@ def expected(findings: Findings, evaluation: Any) -> str:
     loss = f"{two_digits(evaluation.nll)}{in_brackets(loss_range(evaluation))}"
     if is_of_one_number(findings):
         typical = two_digits(math.sqrt(evaluation.nll))
-        return (
-            f"By {source}, expect to be off by about {typical} (the root of a squared error of "
-            f"{loss})."
-        )
+        return f"By {source}, expect to be off by about {typical}: the squared error is {loss}."
     if evaluation.accuracy is None:
         return f"By {source}, expect a {measured(findings)} of {loss}."
     hits = f"{percent(evaluation.accuracy)}{in_brackets(accuracy_range(evaluation))}"
@@ -167,14 +169,20 @@ def on_training_data(findings: Findings) -> Any:
     return Evaluation(scores.losses, hits)
 
 
+def loss_in_words(task: Task) -> str:
+    """The name of an example's loss: "loss", or its measure, such as "squared error"."""
+    measure = measure_of(task.likelihood.kind)
+    return "loss" if measure == "nll" else measure
+
+
 def measured(findings: Findings) -> str:
-    """The name of an example's loss: "loss", or its measure, such as "squared error".
+    """The name of an example's loss, as :func:`loss_in_words`.
 
     For several outputs the name says that the measure is summed over them.
     """
-    measure = measure_of(findings.task.likelihood.kind)
-    if measure == "nll":
-        return "loss"
+    measure = loss_in_words(findings.task)
+    if measure == "loss":
+        return measure
     error = findings.scores.error
     assert error is not None
     outputs = error.shape[-1]

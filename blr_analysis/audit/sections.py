@@ -79,13 +79,21 @@ def regions(memory: MemoryMap) -> Section:
     return Section("Memory map", lead, columns, notes)
 
 
-def what_if_section(result: WhatIf, measured_on: str, n_data: int) -> Section:
-    """One what-if: losses before and after, of all data and of each class."""
+def what_if_section(
+    result: WhatIf, measured_on: str, n_data: int, measure: str = "loss"
+) -> Section:
+    """One what-if: losses before and after, of all data and of each class.
+
+    Args:
+        measured_on: the data that losses are measured on, in words.
+        n_data: the number of training examples.
+        measure: what the loss is called.
+    """
     table = whole(result)
     columns: dict[str, Sequence[Any]] = {
         "class": table["class"].map(name_of).tolist(),
         "examples": [f"{n:,}" for n in table["n"]],
-        "NLL": [f"{v:.3f}" for v in table["nll_before"]],
+        measure: [f"{v:.3f}" for v in table["nll_before"]],
         "without": [f"{v:.3f}" for v in table["nll_after"]],
     }
     if result.accuracy is not None:
@@ -99,7 +107,8 @@ def what_if_section(result: WhatIf, measured_on: str, n_data: int) -> Section:
     notes = []
     if result.interval is not None:
         low, high = result.interval
-        notes.append(f"NLL after retraining, roughly: between {low:.3f} and {high:.3f}.")
+        name = f"{measure[0].upper()}{measure[1:]}"
+        notes.append(f"{name} after retraining, roughly: between {low:.3f} and {high:.3f}.")
     if result.note:
         notes.append(f"How far to trust it: {result.note}.")
     return Section("What if they were gone?", lead, columns, notes)

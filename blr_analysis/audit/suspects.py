@@ -10,6 +10,7 @@ import pandas as pd
 
 from blr_analysis.audit.findings import Findings
 from blr_analysis.audit.section import Section, percent, short
+from blr_analysis.audit.trust import has_left_out_sizes, ranks_only
 from blr_analysis.plots._canvas import name_of
 
 SHOWN = 8  # rows in a text
@@ -39,7 +40,7 @@ def suspects(findings: Findings) -> Section:
     return Section(
         title,
         lead=f"{lead} Suspicious is not wrong: look, then decide.",
-        columns=_worst(table.head(SHOWN)),
+        columns=_worst(table.head(SHOWN), has_sizes=has_left_out_sizes(findings)),
         notes=notes,
     )
 
@@ -63,12 +64,17 @@ def _number_of_suspects(findings: Findings) -> str:
     return text
 
 
-def _worst(table: pd.DataFrame) -> dict[str, Any]:
-    """The columns that show these rows of suspects."""
+def _worst(table: pd.DataFrame, *, has_sizes: bool) -> dict[str, Any]:
+    """The columns that show these rows of suspects.
+
+    Args:
+        has_sizes: whether left-out losses can be trusted in size.
+    """
     columns = {"index": table["index"], "kind": table["kind"], **answers(table, "proposed")}
     columns["loss"] = short(table["loss"])
     columns["at the end"] = short(table["training_loss"])
-    columns["left-out loss"] = short(table["left_out_loss"])
+    if has_sizes:
+        columns["left-out loss"] = short(table["left_out_loss"])
     kinds = table["kind"].tolist()
     if "duplicate" in kinds:
         twins = zip(kinds, table["twin"].tolist(), strict=True)
@@ -121,10 +127,13 @@ def influential(findings: Findings) -> Section:
     measure = findings.influence
     worst = findings.table.nlargest(SHOWN, measure)
     columns = {"index": worst["index"], **answers(worst, "left_out_prediction")}
-    columns[measure.replace("_", "-")] = short(worst[measure])
+    if not ranks_only(findings.posterior):
+        columns[measure.replace("_", "-")] = short(worst[measure])
     columns["region"] = worst["region"]
-    if measure == "self_influence":
-        lead = "Their own loss would rise this far without them (to first order, in nats)."
+    if ranks_only(findings.posterior):
+        lead = "In order; how far the model would move without them is not measured yet."
+    elif measure == "self_influence":
+        lead = "Their own loss would rise this far without them (to first order)."
     elif findings.task.likelihood.is_classification:
         lead = "Their own prediction would move this far without them (0 to 2)."
     else:

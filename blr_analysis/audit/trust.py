@@ -6,7 +6,7 @@ from blr_analysis.audit.findings import Findings
 from blr_analysis.audit.section import Section, percent, two_digits
 from blr_analysis.posterior import Posterior
 from blr_analysis.posterior.minimum import Stationarity
-from blr_analysis.posterior.notes import SATURATED
+from blr_analysis.posterior.notes import SATURATED, note_of_drawn_labels, note_of_recipe
 from blr_analysis.posterior.recognition import warning_of_other_weights
 from blr_analysis.posterior.stationarity import with_stationarity
 from blr_analysis.task import Task
@@ -131,14 +131,17 @@ def classes_without_examples(findings: Findings) -> list[str]:
 
 
 def notes_on_posterior(posterior: Posterior) -> list[str]:
-    """Sentences on the posterior's scale and structure."""
-    notes = []
-    if posterior.note and not posterior.at_minimum:  # at a minimum the sentences say it
-        notes.append(f"Single examples: {posterior.note}.")
+    """Sentences on the posterior's origin, scale and structure."""
+    remarks = [
+        note_of_recipe(posterior.rerun),
+        posterior.record.get("caveat") or "",
+        note_of_drawn_labels(posterior.record.get("drawn")),
+    ]
+    notes = [f"{remark[0].upper()}{remark[1:]}." for remark in remarks if remark]
     error = posterior.temperature_error
     if error is not None:
-        temperature = f"{two_digits(posterior.temperature)}, give or take {percent(error)}"
-        notes.append(f"The temperature was measured: {temperature}.")
+        scale = f"{two_digits(posterior.temperature)}, give or take {percent(error)}"
+        notes.append(f"The scale of all sizes was measured: {scale}.")
     if posterior.structure == "diag":
         notes.append(DIAGONAL)
     if posterior.record.get("is_doubtful"):
@@ -146,10 +149,21 @@ def notes_on_posterior(posterior: Posterior) -> list[str]:
     return notes
 
 
+def ranks_only(posterior: Posterior) -> bool:
+    """Whether the posterior gives the order of examples, but not the size of their effects."""
+    is_measured = posterior.calibration is not None or posterior.at_minimum
+    return not is_measured and not is_scaled_by_a_guess(posterior)
+
+
+def has_left_out_sizes(findings: Findings) -> bool:
+    """Whether left-out losses and predictions can be shown, at least as rough ones."""
+    return not ranks_only(findings.posterior) and not findings.loo.is_below_chance
+
+
 def notes_on_leverage(findings: Findings) -> list[str]:
     """A sentence on how many left-out estimates are rough, and the remedy; empty without any."""
     leverage = findings.loo.leverage
-    if leverage is None:
+    if leverage is None or not has_left_out_sizes(findings):
         return []
     rough = int((leverage >= 1).sum())
     if not rough:

@@ -79,6 +79,7 @@ def check_query(query: str, task: Task, *, name: str = "remove") -> None:
     on a table in which every score is 0, so that only its names and its grammar are checked.
     """
     from blr_analysis.sensitivity.selection import (
+        check_answer,
         check_comparison,
         is_reserved,
         meant,
@@ -96,7 +97,8 @@ def check_query(query: str, task: Task, *, name: str = "remove") -> None:
         return
     failure = f"{name}={query!r} is no query of these data"
     with told_as(InputError, failure), meant(failure, query, values):
-        table.query(query)
+        answer = table.eval(query)
+    check_answer(answer, len(table), failure)
 
 
 def _score_columns(query: str) -> set[str]:

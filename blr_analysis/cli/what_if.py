@@ -160,11 +160,13 @@ def question_of(
 def show_what_if(result: WhatIf, task: Task, posterior: Posterior, test: Task | None) -> None:
     """Print how far to trust the prediction, and the losses before and after."""
     from blr_analysis.audit import in_text
+    from blr_analysis.audit.new_data import loss_in_words
     from blr_analysis.audit.sections import trust, what_if_section
 
     measured_on = "the training data" if test is None else "the test data"
     caveats = trust(task, posterior, solver=result.solver)
-    show(in_text(caveats, what_if_section(result, measured_on, task.n_data)))
+    measure = loss_in_words(task)
+    show(in_text(caveats, what_if_section(result, measured_on, task.n_data, measure)))
 
 
 def write_cleaned_data(task: Task, change: Change, folder: Path) -> None:

@@ -63,7 +63,7 @@ def labels_beside(
 def chosen_indices(
     indices: Any, n_data: int, name: str = "indices", labels: Sequence[Any] | None = None
 ) -> list[int]:
-    """Indices or a boolean mask as a checked list of indices, in the order of the argument.
+    """Indices, a slice or a boolean mask as a checked list, in the order of the argument.
 
     A mask that is a pandas Series is read by its index, which must be 0 … N − 1 or hold the
     ``labels`` of the examples; a pandas Index holds labels. Numbers in anything else are places.
@@ -77,6 +77,9 @@ def chosen_indices(
     is_table = hasattr(indices, "columns")
     if is_table:
         raise InputError(f"{name} is a table; give its row labels, {name}=table.index")
+    if isinstance(indices, slice):
+        with told_as(InputError, f"{name} is no slice of {n_data} examples"):
+            return list(range(*indices.indices(n_data)))
     is_pandas_index = hasattr(indices, "get_indexer")
     if is_pandas_index:
         return _places_of_labels(indices, name, labels)
@@ -150,6 +153,9 @@ def read_metadata(metadata: Any, n_data: int) -> dict[str, list[Any]]:
     """
     if metadata is None:
         return {}
+    if not hasattr(metadata, "keys"):
+        kind = type(metadata).__name__
+        raise InputError(f"metadata must be columns by name, {{'source': [...]}}, got {kind}")
     with told_as(InputError, "metadata must be columns by name, {'source': [...]}"):
         by_name = {str(name): metadata[name] for name in metadata}
     columns: dict[str, list[Any]] = {}

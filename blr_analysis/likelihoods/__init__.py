@@ -64,7 +64,7 @@ OTHER_NAMES = {
     "categorical": "crossentropy ce xent nll softmax multiclass classification logsoftmax",
     "bernoulli": "bce bcewithlogits binarycrossentropy binarycrossentropywithlogits binary sigmoid "
     "logistic multilabel",
-    "gaussian": "mse squarederror meansquarederror regression normal gaussiannll",
+    "gaussian": "mse l2 squarederror meansquarederror regression normal gaussiannll",
     "poisson": "poissonnll count counts",
     "causal_lm": "causal lm clm causallanguagemodel languagemodel languagemodeling",
 }
@@ -102,7 +102,7 @@ def remedy_for(name: str) -> str:
     >>> remedy_for("cross_entropy")
     'write "categorical"'
     """
-    plain = re.sub(r"loss$", "", re.sub(r"[^a-z]", "", name.lower()))
+    plain = re.sub(r"loss$", "", re.sub(r"[^a-z0-9]", "", name.lower()))
     for likelihood, other_names in OTHER_NAMES.items():
         if plain in other_names.split():
             return f'write "{likelihood}"'

@@ -45,7 +45,7 @@ def note_of(facts: Facts, entries: Mapping[str, Any], structure: str) -> str:
     notes.append(facts.ending)
     notes.append(entries.get("caveat") or "")
     notes.append(_note_of_scale(facts, structure))
-    notes.append(_note_of_drawn_labels(entries.get("drawn")))
+    notes.append(note_of_drawn_labels(entries.get("drawn")))
     return "; ".join(note for note in notes if note)
 
 
@@ -56,23 +56,22 @@ def _note_of_scale(facts: Facts, structure: str) -> str:
         return ""
     if stationarity.near:
         return f"model {stationarity.verdict}"
-    recipe = _note_of_recipe(facts.rerun)
+    scale = "off the minimum: a ranking, without sizes until calibrate measures them"
     if temperature_is_guessed(facts, structure):
-        guess = f"temperature {GUESSED_TEMPERATURE} is a guess, calibrate measures it"
-        return f"{recipe}off the minimum: {guess}"
-    return f"{recipe}off the minimum, uncalibrated: a ranking, no scale"
+        scale = "off the minimum: sizes rest on a guess, calibrate measures them"
+    return "; ".join(filter(None, [note_of_recipe(facts.rerun), scale]))
 
 
-def _note_of_recipe(rerun: Rerun | None) -> str:
+def note_of_recipe(rerun: Rerun | None) -> str:
     """How the recipe of a rerun differs from that of the run itself."""
     if rerun is None or rerun.known:
         return ""
     if rerun.missing:
-        return f"trained without {rerun.missing}; "
-    return "trained by a default recipe; "
+        return f"trained without {rerun.missing}"
+    return "trained by a default recipe"
 
 
-def _note_of_drawn_labels(drawn: Mapping[str, Any] | None) -> str:
+def note_of_drawn_labels(drawn: Mapping[str, Any] | None) -> str:
     """How many labels were drawn in place of exact columns, because the outputs are many."""
     if drawn is None:
         return ""

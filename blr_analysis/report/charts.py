@@ -18,7 +18,6 @@ from matplotlib.axes import Axes
 
 from blr_analysis.memory_map import MemoryMap
 from blr_analysis.plots import _canvas as canvas
-from blr_analysis.plots.memory import ERROR_LABEL, variance_label
 
 HIDDEN_ON_PAPER = "@media print { :host { visibility: hidden } }"
 DASHED: dict[str, Any] = {"line_dash": "dashed", "line_color": canvas.GREY}
@@ -40,8 +39,8 @@ def memory_chart(memory: MemoryMap, rows: np.ndarray) -> dict[str, Any]:
         y_axis_type=up.kind,
         x_range=across.limits,
         y_range=up.limits,
-        x_axis_label=f"{variance_label(memory)}  (→ less certain)",
-        y_axis_label=f"{ERROR_LABEL}  (→ more wrong)",
+        x_axis_label="prediction variance  (→ less certain)",
+        y_axis_label="prediction error  (→ more wrong)",
         tools="box_select,lasso_select,pan,wheel_zoom,reset,tap",
         active_drag="box_select",
         active_scroll=None,

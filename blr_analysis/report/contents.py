@@ -11,10 +11,12 @@ import pandas as pd
 import torch
 
 from blr_analysis.audit import Findings
-from blr_analysis.audit.new_data import ranks_only
+from blr_analysis.audit.section import two_digits
+from blr_analysis.audit.trust import has_left_out_sizes, ranks_only
 from blr_analysis.data.examples import evenly_spread
 from blr_analysis.errors import InputError
 from blr_analysis.plots._canvas import Names, name_of
+from blr_analysis.posterior import Posterior
 from blr_analysis.sensitivity import TopInfluence, influence
 from blr_analysis.task import Task
 
@@ -78,12 +80,14 @@ class Neighbours:
         chosen: the indices of the test examples on the page, the largest loss first, ``[K]``.
         top: their strongest training examples.
         losses: their losses, ``[K]``.
+        posterior: that the influences are of.
     """
 
     test: Task
     chosen: torch.Tensor
     top: TopInfluence
     losses: torch.Tensor
+    posterior: Posterior
 
 
 def neighbours_of(findings: Findings) -> Neighbours | None:
@@ -97,7 +101,7 @@ def neighbours_of(findings: Findings) -> Neighbours | None:
     chosen = chosen[losses[chosen].argsort(descending=True, stable=True)]
     k = min(NEIGHBOURS, findings.task.n_data)
     top: Any = influence(findings.task, findings.posterior, findings.test.subset(chosen), k=k)
-    return Neighbours(findings.test, chosen, top, losses[chosen])
+    return Neighbours(findings.test, chosen, top, losses[chosen], findings.posterior)
 
 
 def rows_of(
@@ -114,11 +118,13 @@ def rows_of(
     inputs = inputs.iloc[:, :MAX_INPUTS]
     inputs = inputs.rename(columns=lambda name: f"{name} (input)" if name in table else name)
     table = pd.concat([table, inputs], axis=1)
+    column = text_column(table)
     if texts is not None:
         texts = [texts[int(place)] for place in index]
-    else:
-        column = text_column(table)
-        texts = None if column is None else list(table.pop(column))
+        if column is not None and list(table[column]) == texts:
+            table = table.drop(columns=column)  # a card shows its text once
+    elif column is not None:
+        texts = list(table.pop(column))
     if texts is not None:
         share = MAX_ALL_TEXTS // max(len(index), 1)
         length = min(MAX_TEXT, max(MIN_TEXT, share))
@@ -129,7 +135,8 @@ def rows_of(
 def table_of(findings: Findings) -> pd.DataFrame:
     """One row per example, with its rank among the suspects.
 
-    Left-out figures are missing where the page says that they are rough.
+    Left-out figures are missing where the page says that they are rough, and a column without any
+    value is left out.
     """
     table = findings.table.copy()
     rank = np.empty(len(table), dtype=int)
@@ -138,14 +145,14 @@ def table_of(findings: Findings) -> pd.DataFrame:
         table = table.rename(columns={"rank": "rank_metadata"})
     table.insert(0, "rank", rank)
     leverage = findings.loo.leverage
-    is_rough = np.full(len(table), ranks_only(findings))
+    is_rough = np.full(len(table), not has_left_out_sizes(findings))
     if leverage is not None:
         is_rough |= (leverage >= 1).numpy()
     if is_rough.any():
         for column in ESTIMATES:
             if column in table:
                 table[column] = table[column].astype(float).mask(is_rough)
-    return table
+    return table.dropna(axis="columns", how="all")
 
 
 def _shown_indices(findings: Findings, neighbours: Neighbours | None) -> np.ndarray:
@@ -256,10 +263,14 @@ def filters_of(rows: Shown, colours: Sequence[str]) -> list[str]:
 def tests_of(
     rows: Shown, neighbours: Neighbours | None, names: Names | None
 ) -> list[dict[str, Any]]:
-    """Each test example with its target, answer and loss, and its neighbours."""
+    """Each test example with its target, answer and loss, and its neighbours.
+
+    The neighbours' influences are missing where the page says that only their order holds.
+    """
     if neighbours is None:
         return []
     n = len(neighbours.chosen)
+    has_sizes = not ranks_only(neighbours.posterior)
     answers = neighbours.top.pairs.described(torch.arange(n), test=True)
     records = []
     for k, index in enumerate(neighbours.chosen.tolist()):
@@ -268,27 +279,38 @@ def tests_of(
         record = {
             "index": index,
             "loss": _cell(float(neighbours.losses[k])),
-            "helpful": _links(rows, *helps),
-            "harmful": _links(rows, *harms),
+            "helpful": _links(rows, *helps, has_sizes=has_sizes),
+            "harmful": _links(rows, *harms, has_sizes=has_sizes),
             "text": _text_of(neighbours.test, index),
             "inputs": [[name, _cell(value)] for name, value in inputs.items()],
         }
-        for name, values in answers.items():
-            record[name] = _named(values[k].tolist(), names)
+        if "target" in answers:
+            record["target"] = _named(answers["target"][k].tolist(), names)
+        if "prediction" in answers:
+            record["prediction"] = _predicted(answers["prediction"][k].tolist(), names)
         records.append(record)
     return records
 
 
-def _links(rows: Shown, indices: torch.Tensor, influences: torch.Tensor) -> list[list[Any]]:
-    """The row and the influence, in nats, of each neighbour."""
+def _links(
+    rows: Shown, indices: torch.Tensor, influences: torch.Tensor, *, has_sizes: bool
+) -> list[list[Any]]:
+    """The row of each neighbour, and its influence in units of the loss, or None without sizes."""
     pairs = zip(indices.tolist(), influences.tolist(), strict=True)
-    return [[rows.place(index), _cell(nats)] for index, nats in pairs]
+    return [[rows.place(index), _cell(rise) if has_sizes else None] for index, rise in pairs]
 
 
 def _named(target: Any, names: Names | None) -> str:
     """The name of a target, or the names of several."""
     values = target if isinstance(target, list) else [target]
     return ", ".join(name_of(value, names) for value in values)
+
+
+def _predicted(prediction: Any, names: Names | None) -> str:
+    """The name of a predicted class, or the predicted numbers to two digits."""
+    values = prediction if isinstance(prediction, list) else [prediction]
+    are_numbers = any(isinstance(value, float) for value in values)
+    return ", ".join(map(two_digits, values)) if are_numbers else _named(values, names)
 
 
 def _text_of(test: Task, index: int) -> str | None:

@@ -46,7 +46,7 @@ const two = (v) => { // figures of the analyses to two digits
 const MEASURED = new Set(["prediction", "left_out_prediction", "loss", "left_out_loss", "deviation", "leverage", "error", "variance", "self_influence",
   "loss_per_token", "variance_error"]);
 const shownAs = (name, v) => MEASURED.has(name) ? two(v) : said(v);
-const title = (name) => name.replaceAll("_", " ");
+const title = (name) => name.replace(/^left_out_/, "left-out ").replaceAll("_", " ");
 const meaning = (name) => data.words[title(name)] ?? "";
 // A word that says what it means to whoever points at it, or moves to it.
 // The keyboard stops at the first of each word alone.
@@ -274,7 +274,8 @@ const verdict = (k, kind, other, twin) => {
 const suspect = ({ row: k, kind, proposed, twin, wrong }) => {
   const other = data.classes.find(([c]) => c === proposed)?.[1];
   const answer = value("left_out_prediction", k) === null ? "prediction" : "left_out_prediction";
-  const names = [...(data.classes.length ? [] : ["target"]), answer, ...metadata];
+  const repeats = kind === "label" && other !== undefined && value(answer, k) === other; // the heading says it
+  const names = [...(data.classes.length ? [] : ["target"]), ...(repeats ? [] : [answer]), ...metadata];
   const item = make("li", {}, ...about(k, names, verdict(k, kind, other, twin)).filter((p) => p !== null));
   if (kind === "label" && wrong !== null) item.querySelector("dl").prepend(
     make("dt", {}, word("label is wrong")), make("dd", { textContent: `${Math.min(99, Math.round(100 * wrong))}%` }));
@@ -334,8 +335,8 @@ const testCard = (place) => {
     make("h4", { textContent: "Test example " + t.index }),
     tile(data.testsPictured ? n + place : null, 96), words(t.text), list));
   for (const side of ["helpful", "harmful"])
-    $(side).replaceChildren(...t[side].length ? t[side].map(([k, nats]) => make("li", {},
-      make("h4", { textContent: `Example ${value("index", k)}: ${nats > 0 ? "+" : ""}${two(nats)}` }),
+    $(side).replaceChildren(...t[side].length ? t[side].map(([k, rise]) => make("li", {},
+      make("h4", { textContent: `Example ${value("index", k)}` + (rise === null ? "" : `: ${rise > 0 ? "+" : ""}${two(rise)}`) }),
       tile(k, 64), words(data.texts?.[k]), known(k, ["target", "left_out_prediction", ...extra]))) : [make("li", { textContent: "No example does." })]);
 };
 if ($("test")) {

@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from blr_analysis.audit import Findings, sections
 from blr_analysis.audit.new_data import measured
+from blr_analysis.audit.trust import is_scaled_by_a_guess, ranks_only
 from blr_analysis.checks import package_version
 from blr_analysis.files import drafted
 from blr_analysis.plots import plot_monitor
@@ -62,7 +63,6 @@ def write_page(
         suspects=data["suspects"],
         tests=data["tests"],
         drawn=_drawings(monitor),
-        influence_note="" if neighbours is None else neighbours.top.note,
     )
     with drafted(path) as draft:
         draft.write_text(text, encoding="utf-8", errors="replace")
@@ -100,6 +100,8 @@ def _parts_of(
         "truth": truth,
         "has_test": findings.test is not None,
         "measure": measured(findings),
+        "has_sizes": not ranks_only(findings.posterior),
+        "is_rough": is_scaled_by_a_guess(findings.posterior),
         "explained": explained,
     }
 

@@ -16,8 +16,8 @@ WORDS = {
     "duplicate (there twice).",
     "leave-one-out estimate": "The loss on new data, from the training data alone: each example is "
     "predicted as if the model had never seen it.",
-    "left out loss": "The loss of this example if the model had been trained without it.",
-    "left out prediction": "What the model would say of this example if it had been trained "
+    "left-out loss": "The loss of this example if the model had been trained without it.",
+    "left-out prediction": "What the model would say of this example if it had been trained "
     "without it.",
     "leverage": "How far this example decides its own prediction: 0 not at all, 1 alone.",
     "likely between": "Where the number probably lies.",

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blr_analysis.checks import some
 from blr_analysis.data.examples import evenly_spread
 from blr_analysis.posterior.input_ranges import numbers_of
 from blr_analysis.posterior.predictive import scored_by
@@ -35,11 +36,14 @@ class Sample:
     targets: Tensor
 
 
-def unlike_training(task: Task, test: Task, mean: Mapping[str, Tensor]) -> str:
+def unlike_training(
+    task: Task, test: Task, mean: Mapping[str, Tensor], *, names_classes: bool = True
+) -> str:
     """One line on how the test data differ from the training data; "" if they do not.
 
     Args:
         mean: the model's weights.
+        names_classes: whether the line may be on classes that no training example has.
 
     Example:
         >>> x, y = torch.randn(60, 3), torch.arange(60) % 2
@@ -56,7 +60,10 @@ def unlike_training(task: Task, test: Task, mean: Mapping[str, Tensor]) -> str:
     training_sample = _sample(task, mean)
     test_sample = _sample(test, mean)
     line = _on_inputs(training_sample, test_sample)
-    return line or _on_losses(task, training_sample, test_sample)
+    line = line or _on_losses(task, training_sample, test_sample)
+    if line or not names_classes:
+        return line
+    return _on_classes(task, mean, training_sample, test_sample)
 
 
 def _sample(task: Task, mean: Mapping[str, Tensor]) -> Sample:
@@ -130,3 +137,31 @@ def _on_losses(task: Task, training: Sample, test: Sample) -> str:
         f"test losses are {test_loss:.3g}, those of shuffled training targets {chance:.3g}: "
         "other units or labels?"
     )
+
+
+def _on_classes(task: Task, mean: Mapping[str, Tensor], training: Sample, test: Sample) -> str:
+    """One line on classes of the test data that no training example has; "" without any.
+
+    All training targets are read only where those of the sample lack a class.
+    """
+    are_indices = training.targets.ndim == 1 and not test.targets.is_floating_point()
+    if not task.likelihood.is_classification or not are_indices:
+        return ""
+    ignored = getattr(task.likelihood, "ignore_index", None)
+    absent = set(test.targets.tolist()) - set(training.targets.tolist()) - {ignored}
+    is_whole = len(training.targets) == task.n_data
+    if absent and not is_whole:
+        absent -= _targets_of(task, mean)
+    if not absent:
+        return ""
+    return f"test data have classes that no training example has: {some(sorted(absent))}"
+
+
+def _targets_of(task: Task, mean: Mapping[str, Tensor]) -> set[int]:
+    """The classes of all examples, by forward passes."""
+    classes: set[int] = set()
+    with torch.no_grad(), task.evaluation():
+        for indices, batch in task.batches():
+            _, targets = task.run(batch, mean, indices)
+            classes |= set(targets.tolist())
+    return classes

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from blr_analysis.checks import did_you_mean
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError, told_as
 from blr_analysis.sensitivity.slips import ASSIGNMENT, QUOTED, why_nothing, why_unreadable
@@ -42,7 +43,9 @@ class Columns:
         if name in CHEAP and name in self._cheap:
             return self._cheap[name]
         if name not in self._all:
-            raise InputError(f"the table has no column {name!r}; it has {self.names()}")
+            names = ", ".join(self.names())
+            remedy = did_you_mean(name, self.names())
+            raise InputError(f"the table has no column {name!r}; it has {names}{remedy}")
         return self._all[name]
 
     def names(self) -> list[str]:
@@ -179,6 +182,13 @@ def meant(refused: str, question: str, values: Mapping[str, Sequence[Any]]) -> I
         raise
 
 
+def check_answer(answer: Any, n: int, refused: str) -> None:
+    """Raise :class:`InputError` unless a query answered True or False for each of n rows."""
+    is_for_each_row = getattr(answer, "shape", ()) == (n,)
+    if not is_for_each_row or answer.dtype.kind != "b":
+        raise InputError(f"{refused}: compare a column with a value, as in target == 3")
+
+
 def rows_of_query(
     question: str, table: Any, values: Mapping[str, Sequence[Any]], name: str = "remove"
 ) -> Any:
@@ -192,7 +202,9 @@ def rows_of_query(
     """
     refused = f"{name}={question!r} is no query of these data"
     with told_as(InputError, refused), meant(refused, question, values):
-        rows = table.query(question)
+        is_chosen = table.eval(question)
+    check_answer(is_chosen, len(table), refused)
+    rows = table[is_chosen]
     if len(rows) == 0:
         reason = why_nothing(question, values)
         selects = f"{name}={question!r} selects none of the {len(table)} examples"

@@ -32,7 +32,7 @@ from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.posterior.forecast import step_seconds
 from blr_analysis.posterior.posterior import Posterior
-from blr_analysis.progress import BAR_DELAY, announce, duration
+from blr_analysis.progress import BAR_DELAY, announce, duration, track
 from blr_analysis.recipe import Recipe
 from blr_analysis.sensitivity.minimise import Descent
 from blr_analysis.sensitivity.objective import (
@@ -218,6 +218,11 @@ class Solvers:
         """The losses at the end of short trainings on the unchanged data."""
         return ReplayEndings(self.task, self.posterior, self.recipe, self.settings.seeds)
 
+    def seeds(self, label: str) -> Iterator[int]:
+        """The seed of each training, with a progress bar over them."""
+        seeds = range(self.settings.seeds)
+        return track(seeds, total=len(seeds), label=label, show=self.task.progress)
+
     def measured(self, state: Mapping[str, Tensor]) -> Evaluation:
         """Losses and correctness of the measured examples at these weights and buffers."""
         try:
@@ -342,7 +347,7 @@ def replayed(solvers: Solvers, change: Change) -> WhatIf:
     states: list[State] = []
     with_change: list[Evaluation] = []
     without_change: list[Evaluation] = []
-    for seed in range(solvers.settings.seeds):
+    for seed in solvers.seeds("what if: pairs of trainings"):
         without_change.append(solvers.unchanged_training(recipe, seed, label))
         with shortened():
             states.append(trained(solvers.task, parts, recipe, seed, label=label))
@@ -405,7 +410,7 @@ def retrained(solvers: Solvers, change: Change) -> WhatIf:
         label = "what if: retraining"
         return trained(solvers.task, parts, solvers.recipe, seed, n=n, label=label)
 
-    states = [training(seed) for seed in range(solvers.settings.seeds)]
+    states = [training(seed) for seed in solvers.seeds("what if: trainings")]
     evaluations = [solvers.measured(state) for state in states]
     first = evaluations[0]
     after = replace(first, losses=torch.stack([e.losses for e in evaluations]).mean(0))

@@ -443,7 +443,7 @@ def rerun(task: Task, seeds: int = 2) -> list[Posterior]:
     curvature = "empirical_fisher" if task.likelihood.is_sequence else "ggn"
     posteriors: list[Posterior] = []
     losses: list[Tensor] = []
-    for seed in range(seeds):
+    for seed in track(range(seeds), total=seeds, label="trainings", show=task.progress):
         states: list[State] = []
         last = trained(task, whole_data(task), recipe, seed, states=states)
         losses.append(losses_at(task, last))

@@ -51,8 +51,8 @@ def what_if(
             add=data, evaluate=data)``. Its sites are subtracted, and steps of the rule on the
             changed data follow, until they stand still or ``passes`` in number; ``error`` estimates
             how far that is from a new fit.
-        remove: a boolean mask ``[N]``, indices, a query string (``"annotator == 'eve'"``), or a
-            function of a row of the scores' table (``lambda row: row.target == 3``). A pandas
+        remove: a boolean mask ``[N]``, indices, a slice, a query string (``"annotator == 'eve'"``),
+            or a function of a row of the scores' table (``lambda row: row.target == 3``). A pandas
             Series is a mask by its own index, a pandas Index names rows.
         add: a task with examples to add. Its data and its forward are used, but not its model.
         relabel: index → new target; a pandas Series: row label → new target. Sequences have a

@@ -162,6 +162,33 @@ def test_classes_that_were_not_seen_and_no_test_data(tmp_path: Path) -> None:
     assert "No test data" in path.read_text("utf-8")
 
 
+def test_a_ranking_is_shown_without_sizes(tmp_path: Path) -> None:
+    """Off the minimum and uncalibrated: no left-out figures, no influence in numbers."""
+    task, test, _ = problem(likelihood=torch.nn.MSELoss(), outputs=1)
+    posterior = blr.fit_laplace(task, structure="kron", prior_precision=1.0)
+    assert not posterior.at_minimum
+    path = written(tmp_path, task, test, posterior)
+    data = data_of(path)
+    names = {c["name"] for c in data["columns"]}
+    assert not names & {"left_out_prediction", "left_out_loss"}
+    links = [link for example in data["tests"] for link in example["helpful"]]
+    assert links
+    assert all(rise is None for _, rise in links)
+    page = path.read_text("utf-8").split("<script")[0]
+    for word in ("NLL", "nats", "temperature", "leverage of 1"):
+        assert word not in page
+    summary = as_text(in_text(*sections(investigate(task, posterior, test=test)).values()))
+    assert "left-out loss" not in summary
+
+
+def test_texts_that_are_metadata_too_are_shown_once(tmp_path: Path) -> None:
+    texts = [f"{i}: a sentence of more than forty characters, for a card" for i in range(40)]
+    task, test, posterior = problem(metadata={"words": texts})
+    data = data_of(written(tmp_path, task, test, posterior, texts=texts))
+    assert data["texts"] == texts
+    assert "words" not in {c["name"] for c in data["columns"]}
+
+
 def test_rows_of_a_table_are_shown_by_their_columns(tmp_path: Path) -> None:
     g = np.random.default_rng(0)
     frame = pd.DataFrame({"age": g.integers(18, 90, 40), "loss": g.normal(50, 9, 40)})
@@ -200,7 +227,7 @@ def test_groups_their_ranges_and_what_cannot_be_trusted(tmp_path: Path) -> None:
         for figure in (two_digits(row["nll_after"]), two_digits(row["nll_change"], "+")):
             assert (f">{figure}<" in line) == is_trusted
     assert trust_in_words(page).startswith("This model was stopped before its loss was minimal.")
-    for word in ("diagonal", "a ranking, no scale"):
+    for word in ("diagonal", "until blr.calibrate measures"):
         assert word in page
         assert word in words
     assert "BSD 3-Clause" in page
