@@ -61,7 +61,8 @@ def find_device(device: str | torch.device) -> torch.device:
     Raises:
         DeviceError: the name is unknown, or the machine or this build of torch has no such device.
     """
-    kind = str(device).lower().split(":")[0]
+    name = f"cuda:{device}" if isinstance(device, int) else str(device)
+    kind = name.lower().split(":")[0]
     usable = [name for name, is_here in DEVICES.items() if is_here()]
     names = [f'"{name}"' for name in usable]
     remedy = f"{' and '.join(names)} can"

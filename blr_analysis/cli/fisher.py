@@ -17,6 +17,10 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute
     from blr_analysis.huggingface.fisher import FisherResult
 
 
+OF_DATA = "How DATA is read"
+OF_PRECISION = "The precision"
+
+
 def fisher(
     *,
     model: Annotated[
@@ -44,6 +48,7 @@ def fisher(
             metavar="COLUMN",
             help="The text's column; twice for pairs. Otherwise by its usual names (text, "
             "sentence, sentence1 and sentence2, ...).",
+            rich_help_panel=OF_DATA,
         ),
     ] = None,
     out: Annotated[
@@ -51,47 +56,67 @@ def fisher(
         typer.Option("--out", "-o", metavar="PATH", help="Where to write; else MODEL/precision."),
     ] = None,
     bfloat16: Annotated[
-        bool, typer.Option("--bfloat16", help="Store half the bytes; else float32.")
+        bool,
+        typer.Option(
+            "--bfloat16", help="Store half the bytes; else float32.", rich_help_panel=OF_PRECISION
+        ),
     ] = False,
     kind: Annotated[
         str,
         typer.Option(
             help="mc: the Fisher with labels drawn from the model (DATA needs none). emp: the "
-            "empirical Fisher. ggn: exact over the classes (not for language models)."
+            "empirical Fisher. ggn: exact over the classes (not for language models).",
+            rich_help_panel=OF_PRECISION,
         ),
     ] = "mc",
     structure: Annotated[
         str,
         typer.Option(
             help="diag; kron: the layers' Kronecker factors; gram: second moments of the layers' "
-            "inputs, by forward passes alone, whatever --kind is."
+            "inputs, by forward passes alone, whatever --kind is.",
+            rich_help_panel=OF_PRECISION,
         ),
     ] = "diag",
-    samples: Annotated[int, typer.Option(help="Labels drawn per example, for mc.")] = 1,
+    samples: Annotated[
+        int, typer.Option(help="Labels drawn per example, for mc.", rich_help_panel=OF_PRECISION)
+    ] = 1,
     label: Annotated[
         str | None,
         typer.Option(
-            metavar="COLUMN", help="The label's column; if left out, found by its usual names."
+            metavar="COLUMN",
+            help="The label's column; if left out, found by its usual names.",
+            rich_help_panel=OF_DATA,
         ),
     ] = None,
     task: Annotated[
         str | None,
         typer.Option(
-            help="classification or causal_lm; if left out, what the model's configuration says."
+            help="classification or causal_lm; if left out, what the model's configuration says.",
+            rich_help_panel=OF_DATA,
         ),
     ] = None,
     examples: Annotated[
         int | None,
-        typer.Option(metavar="M", help="Use M random examples of the N; the sum is scaled by N/M."),
+        typer.Option(
+            metavar="M",
+            help="Use M random examples of the N; the sum is scaled by N/M.",
+            rich_help_panel=OF_PRECISION,
+        ),
     ] = None,
     max_length: Annotated[
         int | None,
         typer.Option(
             metavar="TOKENS",
             help="Read so many of a text; if left out, what the model reads, at most 512.",
+            rich_help_panel=OF_DATA,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the examples and labels that are drawn.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="Of the examples and labels that are drawn.", rich_help_panel=OF_PRECISION
+        ),
+    ] = 0,
     shared: Shared,
 ) -> dict[str, Any]:
     """The precision of a fine-tuned model, from its data: what a merge weighs it by.

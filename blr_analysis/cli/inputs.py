@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from blr_analysis.cli.options import Base, Length, LoadingOptions, Shared, Text
+from blr_analysis.cli.options import (
+    Answer,
+    Base,
+    Length,
+    LoadingOptions,
+    Prompt,
+    Shared,
+    Text,
+)
 from blr_analysis.errors import BLRError, InputError
 from blr_analysis.terminal import Teller
 
@@ -85,12 +93,8 @@ class Source:
     ] = False
     base: Base = None
     text: Text = None
-    prompt: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="The column with the prompts.")
-    ] = None
-    answer: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="The column with their answers.")
-    ] = None
+    prompt: Prompt = None
+    answer: Answer = None
     max_length: Length = None
     loading: LoadingOptions = field(default_factory=LoadingOptions)
 

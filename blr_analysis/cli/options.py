@@ -54,6 +54,22 @@ Text = Annotated[
         metavar="COLUMN", help="The column with the texts.", rich_help_panel=OF_LANGUAGE_MODELS
     ),
 ]
+Prompt = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COLUMN",
+        help="The column with the prompts.",
+        rich_help_panel=OF_LANGUAGE_MODELS,
+    ),
+]
+Answer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COLUMN",
+        help="The column with their answers.",
+        rich_help_panel=OF_LANGUAGE_MODELS,
+    ),
+]
 Length = Annotated[
     int | None,
     typer.Option(

@@ -22,7 +22,7 @@ REFINED = 50  # texts of each question that are compared exactly; a reader looks
 class Ranking:
     """The options that say how the sources of a question are ranked, and what is shown."""
 
-    PANEL: ClassVar[str] = "Options"
+    PANEL: ClassVar[str] = "What is shown"
 
     top: Annotated[
         int, typer.Option(metavar="K", min=1, help="How many sources of each are shown.")
@@ -68,7 +68,7 @@ class Ranking:
 class Behaviour:
     """Outputs of one behaviour, whose sources are looked for in place of those of questions."""
 
-    PANEL: ClassVar[str] = "Options"
+    PANEL: ClassVar[str] = "Texts behind a behaviour"
 
     bad: Annotated[
         str | None,
@@ -92,7 +92,7 @@ class Behaviour:
 class Places:
     """The options that say where model and data are now, and how questions are read."""
 
-    PANEL: ClassVar[str] = "Options"
+    PANEL: ClassVar[str] = "Where model and data are now"
 
     model: Annotated[
         Path | None,

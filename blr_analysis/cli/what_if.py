@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
 class Change:
     """The options that say which examples leave, and which get another label."""
 
-    PANEL: ClassVar[str] = "Options"
+    PANEL: ClassVar[str] = "What changes"
 
     remove: Annotated[
         str | None,
@@ -74,7 +74,7 @@ class Change:
 class Prediction:
     """The options that say how the changed model is predicted."""
 
-    PANEL: ClassVar[str] = "Options"
+    PANEL: ClassVar[str] = "How it is predicted"
 
     solver: Annotated[
         str,
