@@ -14,7 +14,7 @@ import pandas as pd
 from blr_analysis.audit.findings import Findings
 from blr_analysis.audit.groups import how, without_each
 from blr_analysis.audit.new_data import generalisation, measured
-from blr_analysis.audit.section import Section
+from blr_analysis.audit.section import Section, percent, two_digits
 from blr_analysis.audit.suspects import EXCERPT, SHOWN, influential, suspects
 from blr_analysis.audit.trust import trust
 from blr_analysis.memory_map import MemoryMap
@@ -62,15 +62,15 @@ def regions(memory: MemoryMap) -> Section:
     columns = {
         "region": list(counts),
         "examples": [f"{count:,}" for count in counts.values()],
-        "share": [f"{count / n:.1%}" for count in counts.values()],
+        "share": [percent(count / n) for count in counts.values()],
         "the example is": [REGION_MEANS[name] for name in counts],
     }
     share_of_errors, share_of_variances = shares_above(memory)
     lead = (
-        f"Prediction error above {memory.error_threshold:.3g} counts as poorly fitted, prediction "
-        f"variance above {memory.variance_threshold:.3g} as little support: quantiles of these "
-        f"data, so that {share_of_errors:.0%} and {share_of_variances:.0%} lie above whatever the "
-        "model."
+        f"Prediction error above {two_digits(memory.error_threshold)} counts as poorly fitted, "
+        f"prediction variance above {two_digits(memory.variance_threshold)} as little support: "
+        f"quantiles of these data, so that {share_of_errors:.0%} and {share_of_variances:.0%} lie "
+        "above whatever the model."
     )
     notes = []
     largest = ", ".join(map(str, extremes(memory, SHOWN)))

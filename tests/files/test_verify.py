@@ -41,34 +41,34 @@ def task() -> blr.Task:
     return blr.Task(model, (torch.randn(20, 3), torch.arange(20) % 3), metadata={"id": range(20)})
 
 
-def saved_posterior(path: Path) -> None:
+def write_posterior(path: Path) -> None:
     blr.fit_laplace(task(), structure="kron", prior_precision=1.0).save(path)
 
 
-def saved_precision(path: Path) -> None:
+def write_a_precision(path: Path) -> None:
     tensors = {name: p.detach().square() for name, p in task().model.named_parameters()}
     write_precision(path, tensors, kind="fisher_emp", definition="sum g^2", n_data=20)
 
 
-def merged_with(path: Path) -> None:
+def merge_with(path: Path) -> None:
     """Both of one training, which a merge remarks upon."""
     models = [{n: p.detach() + k for n, p in task().model.named_parameters()} for k in range(2)]
     merge(None, models, precisions=[path, path], method="fisher")
 
 
-def built_index(path: Path) -> None:
+def write_index(path: Path) -> None:
     trained = task()
     q = blr.fit_laplace(trained, structure="kron", prior_precision=1.0)
     blr.Index.build(trained, q, path)
 
 
-def asked_index(path: Path) -> None:
+def query_index(path: Path) -> None:
     index = blr.Index.open(path)
     index.influence(task())
     assert len(index.self_influence) == 20
 
 
-def kept_run(path: Path) -> None:
+def write_run(path: Path) -> None:
     model = task().model
     checkpoints = blr.Checkpoints(model, steps=8, folder=path)
     checkpoints.begin()
@@ -96,15 +96,15 @@ class Kind:
 
 
 KINDS = [
-    Kind("posterior.safetensors", saved_posterior, blr.Posterior.load),
-    Kind("posterior", saved_posterior, blr.Posterior.load),
-    Kind("precision.safetensors", saved_precision, merged_with),
-    Kind("precision", saved_precision, merged_with, ("precision.safetensors.index.json",)),
-    Kind("index", built_index, asked_index, ("index_plan.json",)),
-    Kind("run", kept_run, read_run),
+    Kind("posterior.safetensors", write_posterior, blr.Posterior.load),
+    Kind("posterior", write_posterior, blr.Posterior.load),
+    Kind("precision.safetensors", write_a_precision, merge_with),
+    Kind("precision", write_a_precision, merge_with, ("precision.safetensors.index.json",)),
+    Kind("index", write_index, query_index, ("index_plan.json",)),
+    Kind("run", write_run, read_run),
 ]
 KIND_NAME = operator.attrgetter("name")
-EACH = pytest.mark.parametrize("kind", KINDS, ids=KIND_NAME)
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=KIND_NAME)
 
 
 def files_of(place: Path) -> list[Path]:
@@ -136,12 +136,12 @@ def check_flips(kind: Kind, folder: Path, flips: int) -> None:
 
 
 @pytest.mark.slow
-@EACH
+@EVERY_KIND
 def test_flipped_bits_are_refused(kind: Kind, tmp_path: Path) -> None:
     check_flips(kind, tmp_path, FLIPS)
 
 
-@EACH
+@EVERY_KIND
 def test_some_flipped_bits_are_refused(kind: Kind, tmp_path: Path) -> None:
     check_flips(kind, tmp_path, FEW)
 
@@ -181,7 +181,7 @@ def test_what_is_missing_foreign_or_damaged_is_told_apart(tmp_path: Path) -> Non
     save_file({"w": torch.ones(2)}, tmp_path / "foreign.safetensors")
     with pytest.raises(StorageError, match="other programs"):
         verify(tmp_path)
-    saved_posterior(tmp_path / "q")
+    write_posterior(tmp_path / "q")
     actual = verify(tmp_path)
     assert [p.name for p in actual.unknown] == ["foreign.safetensors"]
     assert len(actual.whole) == 3
@@ -213,7 +213,7 @@ def test_each_missing_file_is_refused(kind: Kind, tmp_path: Path) -> None:
 
 
 def test_a_stray_shard_is_refused(tmp_path: Path) -> None:
-    saved_posterior(tmp_path / "q")
+    write_posterior(tmp_path / "q")
     shard = next((tmp_path / "q").glob("*.safetensors"))
     shutil.copy(shard, tmp_path / "q" / "precision-00002-of-00002.safetensors")
     with pytest.raises(StorageError, match="does not list"):

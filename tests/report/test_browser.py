@@ -74,10 +74,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         window = browser.new_page(viewport={"width": 1280, "height": 1000})
         faults = []
-        asked = []
+        requests = []
         window.on("console", lambda m: m.type in ("error", "warning") and faults.append(m.text))
         window.on("pageerror", lambda error: faults.append(str(error)))
-        window.on("request", lambda request: asked.append(request.url))
+        window.on("request", lambda request: requests.append(request.url))
         window.goto(path.as_uri())
         window.wait_for_selector("html[data-ready]")
         folded = {"height": window.evaluate("document.documentElement.scrollHeight")}
@@ -97,7 +97,7 @@ def page(whole: SimpleNamespace) -> Iterator[SimpleNamespace]:
     yield whole
     assert whole.faults == []
     assert whole.window.evaluate("window.hacked") is None
-    fetched = [url for url in whole.asked if not url.startswith(("data:", "blob:"))]
+    fetched = [url for url in whole.requests if not url.startswith(("data:", "blob:"))]
     assert fetched == [whole.path.as_uri()]
 
 

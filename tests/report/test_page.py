@@ -52,8 +52,8 @@ def problem(n: int = 40, outputs: int = 3, likelihood: Any = "categorical", **op
     x = torch.randn(n, 4, generator=g)
     y = torch.randn(n, outputs, generator=g)
     k = torch.arange(n)
-    own = {"categorical": k % outputs, "poisson": (k % 4).float(), "bernoulli": (k % 2).float()}
-    y = own.get(likelihood, y)
+    targets = {"categorical": k % outputs, "poisson": (k % 4).float(), "bernoulli": (k % 2).float()}
+    y = targets.get(likelihood, y)
     torch.manual_seed(0)
     model = torch.nn.Linear(4, outputs)
     task = blr.Task(model, (x, y), likelihood=likelihood, **options)
@@ -67,20 +67,20 @@ def trust_in_words(page: str) -> str:
 
 
 def written(folder: Path, task: Any, test: Any, posterior: Any, **options: Any) -> Path:
-    given = {"test": test, "by": None, **options}  # groups are trained for
-    return blr.report(task, posterior, folder / "r.html", **given)
+    arguments = {"test": test, "by": None, **options}  # groups are trained for
+    return blr.report(task, posterior, folder / "r.html", **arguments)
 
 
 def test_scripts_are_those_the_policy_allows_whatever_the_data_say(tmp_path: Path) -> None:
     texts = [HOSTILE[i % len(HOSTILE)] for i in range(40)]
-    given = problem(metadata={"</script>": [HOSTILE[i % 3] for i in range(40)]})
-    path = written(tmp_path, *given, by="</script>", texts=texts)
+    subject = problem(metadata={"</script>": [HOSTILE[i % 3] for i in range(40)]})
+    path = written(tmp_path, *subject, by="</script>", texts=texts)
     page = path.read_text("utf-8")
-    told = data_of(path)["texts"]
-    assert tuple(told[:3]) == HOSTILE[:3]
+    shown_texts = data_of(path)["texts"]
+    assert tuple(shown_texts[:3]) == HOSTILE[:3]
     assert path.stat().st_size < 2e6
-    assert len(told[3]) < MAX_TEXT + 40
-    assert "1,000,000 characters" in told[3]
+    assert len(shown_texts[3]) < MAX_TEXT + 40
+    assert "1,000,000 characters" in shown_texts[3]
     scripts = SCRIPTS.findall(page)
     rest = SCRIPTS.sub("", page)
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', rest)
@@ -112,10 +112,10 @@ def test_every_row_holds_what_the_analyses_say(tmp_path: Path) -> None:
     labels = [s["proposed"] for s in data["suspects"] if s["kind"] == "label"]
     assert labels == wrong["proposed"].tolist()[: len(labels)]
     influence = blr.influence(task, posterior, test)
-    for told in data["tests"]:
-        best = influence[:, told["index"]].topk(5)
-        assert [k for k, _ in told["helpful"]] == best.indices.tolist()
-        assert [v for _, v in told["helpful"]] == pytest.approx(best.values.tolist(), rel=1e-3)
+    for example in data["tests"]:
+        best = influence[:, example["index"]].topk(5)
+        assert [k for k, _ in example["helpful"]] == best.indices.tolist()
+        assert [v for _, v in example["helpful"]] == pytest.approx(best.values.tolist(), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -192,18 +192,18 @@ def test_texts_that_are_metadata_too_are_shown_once(tmp_path: Path) -> None:
 def test_rows_of_a_table_are_shown_by_their_columns(tmp_path: Path) -> None:
     g = np.random.default_rng(0)
     frame = pd.DataFrame({"age": g.integers(18, 90, 40), "loss": g.normal(50, 9, 40)})
-    own = frame.assign(y=np.arange(40) % 2, text="words")
+    rows = frame.assign(y=np.arange(40) % 2, text="words")
     model = torch.nn.Linear(2, 2)
-    task = blr.Task(model, own, target="y")
-    test = blr.Task(model, own.iloc[30:].reset_index(drop=True), target="y")
+    task = blr.Task(model, rows, target="y")
+    test = blr.Task(model, rows.iloc[30:].reset_index(drop=True), target="y")
     data = data_of(written(tmp_path, task, test, blr.fit_laplace(task, structure="full")))
     assert data["inputs"] == ["age", "loss (input)"]
     assert "age" not in data["colours"]
     assert column(data, "age") == frame["age"].tolist()
     assert column(data, "loss (input)") == pytest.approx(frame["loss"].tolist(), rel=1e-3)
-    for told in data["tests"]:
-        row = frame.iloc[30 + told["index"]]
-        assert dict(told["inputs"]) == pytest.approx(dict(row), rel=1e-3)
+    for example in data["tests"]:
+        row = frame.iloc[30 + example["index"]]
+        assert dict(example["inputs"]) == pytest.approx(dict(row), rel=1e-3)
 
 
 def test_groups_their_ranges_and_what_cannot_be_trusted(tmp_path: Path) -> None:
@@ -255,20 +255,20 @@ def test_a_source_that_supplied_most_suspects_is_named(eve: float, sentence: str
     task = blr.Task(model, (x, y), metadata={"annotator": who})
     posterior = blr.fit_laplace(task, structure="full", prior_precision=1.0)
     actual = investigate(task, posterior, by=None)
-    told = main_supplier(actual)
-    assert told.startswith(sentence)
-    assert bool(told) == bool(sentence)
+    supplier = main_supplier(actual)
+    assert supplier.startswith(sentence)
+    assert bool(supplier) == bool(sentence)
     if sentence:
         suspects = actual.suspects["index"]
         count = sum(who[i] == "eve" for i in suspects)
-        assert f"{count} of {len(suspects)} suspects" in told
+        assert f"{count} of {len(suspects)} suspects" in supplier
 
 
 def test_a_class_that_no_training_example_has_is_named(tmp_path: Path) -> None:
     task, test, _ = problem()
-    seen = task.subset([i for i in range(40) if i % 3 != 2])
-    posterior = blr.fit_laplace(seen, structure="diag", prior_precision=1.0)
-    page = written(tmp_path, seen, test, posterior).read_text("utf-8")
+    trained_on = task.subset([i for i in range(40) if i % 3 != 2])
+    posterior = blr.fit_laplace(trained_on, structure="diag", prior_precision=1.0)
+    page = written(tmp_path, trained_on, test, posterior).read_text("utf-8")
     assert "classes that no training example has: 2." in page
 
 
@@ -283,8 +283,8 @@ ALPHA = np.dstack([RGB, np.full_like(PIXELS, 255)])
 def test_thumbnails_of_every_kind_of_image_keep_their_pixels() -> None:
     grey = [PIXELS, PIXELS / 255, PIXELS[None], Image.fromarray(PIXELS)]
     rgb = [torch.tensor(RGB), np.moveaxis(RGB, -1, 0), ALPHA, Image.fromarray(RGB)]
-    for given, expected in [*((x, PIXELS) for x in grey), *((x, RGB) for x in rgb)]:
-        sheet = sheet_of([picture := picture_of([given], 0)] * 3)
+    for image, expected in [*((x, PIXELS) for x in grey), *((x, RGB) for x in rgb)]:
+        sheet = sheet_of([picture := picture_of([image], 0)] * 3)
         shown = Image.open(io.BytesIO(base64.b64decode(sheet.uri.partition(",")[2])))
         tile = np.asarray(shown.convert("L" if expected.ndim == 2 else "RGB"))[:8, 1:7]
         assert (sheet.edge, sheet.across, sheet.down) == (8, 2, 2)
@@ -319,13 +319,13 @@ REFUSED: list[tuple[dict[str, Any], type[BLRError], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "error", "word"), REFUSED)
-def test_refusals(tmp_path: Path, given: Any, error: type[BLRError], word: str) -> None:
+@pytest.mark.parametrize(("options", "error", "word"), REFUSED)
+def test_refusals(tmp_path: Path, options: Any, error: type[BLRError], word: str) -> None:
     (tmp_path / "file").touch()
-    given = {"likelihood": "categorical", "path": "r.html", **given}
-    task, test, posterior = problem(40, 3, given.pop("likelihood"))
+    options = {"likelihood": "categorical", "path": "r.html", **options}
+    task, test, posterior = problem(40, 3, options.pop("likelihood"))
     with pytest.raises(error, match=word):
-        blr.report(task, posterior, tmp_path / given.pop("path"), test=test, by=None, **given)
+        blr.report(task, posterior, tmp_path / options.pop("path"), test=test, by=None, **options)
 
 
 def test_decisions_that_are_none(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ Every number on ``evaluate`` is a real forward pass at the new weights, done aga
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -197,6 +199,15 @@ def test_the_cost_of_a_training_function_is_known_after_the_first() -> None:
     task.recipe = blr.Recipe(train=lambda data, seed: task.model)
     cost = cost_of_what_if(task, q, remove=list(range(9)), solver="retrain")
     assert str(cost) == "by whole trainings by your train=; the first shows how long they take"
+
+
+def test_trainings_of_a_function_show_how_many_are_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    task, q = trained_network(progress=True)
+    task.recipe = blr.Recipe(train=lambda data, seed: copy.deepcopy(task.model))
+    blr.what_if(task, q, remove=list(range(9)), solver="retrain", seeds=2)
+    assert "what if: trainings" in capsys.readouterr().err
 
 
 def test_the_cost_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:
