@@ -16,6 +16,7 @@ from blr_analysis.errors import DeviceError, ModelError, told_as
 from blr_analysis.half import stored
 from blr_analysis.ranks import divided, is_sharded
 
+# By the name of a device, whether this machine has it.
 DEVICES = {
     "cpu": lambda: True,
     "cuda": torch.cuda.is_available,
@@ -61,11 +62,11 @@ def find_device(device: str | torch.device) -> torch.device:
     Raises:
         DeviceError: the name is unknown, or the machine or this build of torch has no such device.
     """
-    name = f"cuda:{device}" if isinstance(device, int) else str(device)
-    kind = name.lower().split(":")[0]
+    address = f"cuda:{device}" if isinstance(device, int) else str(device)
+    kind = address.lower().split(":")[0]
     usable = [name for name, is_here in DEVICES.items() if is_here()]
-    names = [f'"{name}"' for name in usable]
-    remedy = f"{' and '.join(names)} can"
+    quoted_names = [f'"{name}"' for name in usable]
+    remedy = f"{' and '.join(quoted_names)} can"
     if kind in CALLED_CUDA:
         remedy = f'write "cuda"; {remedy}'
     refusal = f"device {device!r} cannot be used here"

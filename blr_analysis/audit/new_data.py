@@ -26,8 +26,8 @@ NO_ESTIMATE = (
     "blr.calibrate(task, posterior) measures them."
 )
 BELOW_CHANCE = (
-    "There is no estimate for new data: it came out worse than a guess, as no retraining does. "
-    "blr.calibrate(task, posterior) leads to a better one."
+    "There is no estimate for new data: it came out worse than guessing, so its scale is wrong. "
+    "blr.calibrate(task, posterior) measures the scale."
 )
 GUESS = (
     "The estimate is rough: its scale is a guess, which blr.calibrate(task, posterior) measures."

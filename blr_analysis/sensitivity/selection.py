@@ -203,8 +203,8 @@ def rows_of_query(
     refused = f"{name}={question!r} is no query of these data"
     with told_as(InputError, refused), meant(refused, question, values):
         is_chosen = table.eval(question)
-    check_answer(is_chosen, len(table), refused)
-    rows = table[is_chosen]
+        check_answer(is_chosen, len(table), refused)
+        rows = table[is_chosen]
     if len(rows) == 0:
         reason = why_nothing(question, values)
         selects = f"{name}={question!r} selects none of the {len(table)} examples"

@@ -92,8 +92,8 @@ def why_unreadable(question: str, columns: Mapping[str, Sequence[Any]]) -> str:
 def _extent(values: Sequence[Any]) -> str:
     """The values of a column, or the range of many numbers, as the end of a sentence."""
     are_numbers = all(isinstance(value, int | float) for value in values)
-    if are_numbers and len(values) > SHOWN_VALUES:
-        numbers = [value for value in values if not math.isnan(value)]
+    numbers = [value for value in values if are_numbers and not math.isnan(value)]
+    if len(numbers) > SHOWN_VALUES:
         return f"lies between {min(numbers):.3g} and {max(numbers):.3g}"
     return f"has {some(values)}"
 
