@@ -125,8 +125,8 @@ def bytes_needed(shape: Shape) -> int:
     return shape.parameters * (1 + len(WEIGHTS)) * (2 + 4)
 
 
-def make(root: Path, parameters: int, seed: int = 0) -> Checkpoints:
-    """Write them all, one at a time in memory."""
+def make(root: Path, parameters: int, seed: int = 0, *, precisions: bool = True) -> Checkpoints:
+    """Write them all, or all but the precisions, one at a time in memory."""
     made = Checkpoints(root, shape_of(parameters))
     generator = torch.Generator().manual_seed(seed)
 
@@ -140,6 +140,8 @@ def make(root: Path, parameters: int, seed: int = 0) -> Checkpoints:
         tuned = {n: (noise(s).sub_(0.5).mul_(0.01) + base[n]).bfloat16() for n, s in shapes.items()}
         _save_model(folder, tuned, made.shape)
     base.clear()
+    if not precisions:
+        return made
     for folder in (made.base, *made.models):
         _save_precision(folder, {n: noise(s).pow_(4).mul_(100) for n, s in shapes.items()}, made)
     return made

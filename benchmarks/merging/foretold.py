@@ -14,7 +14,7 @@ from torch import Tensor
 import blr_analysis as blr
 from benchmarks.merging.cases import Case
 from blr_analysis.backprop.loss import Evaluation
-from blr_analysis.merging.forecast import RANGE_OF_KRONECKER, SAFE_SHARE
+from blr_analysis.merging.forecast import RANGE_OF_KRONECKER, SAFE_SHARE, Form, cost_of
 from blr_analysis.merging.precisions import open_precision
 
 State = dict[str, Tensor]
@@ -38,38 +38,34 @@ def rises(
     """By merge and task, the rise of the test loss for each example, foretold and measured."""
     for merge, tested in merges.items():
         for t, (name, home) in enumerate(case.models.items()):
-            rise, interference = _foretold(precisions[t], tested.state, home, base.state)
+            forms = [form_of(posterior, tested.state, home, base.state) for posterior in precisions]
             yield {
                 "merge": merge,
                 "task": name,
-                "foretold": rise,
-                "interference": interference,
+                "foretold": forms[t].rise,
+                "cost": cost_of(forms[t], forms),
                 "measured": tested.evaluations[t].nll - own[t].nll,
-                "foretold_of_base": _foretold(precisions[t], base.state, home, base.state)[0],
+                "foretold_of_base": forms[t].rise_of_base,
                 "measured_of_base": base.evaluations[t].nll - own[t].nll,
             }
 
 
-def _foretold(
-    posterior: blr.Posterior, state: State, home: State, base: State
-) -> tuple[float, float]:
-    """Q_t and I_t of :mod:`blr_analysis.merging.forecast`, of the layers with factors.
-
-    They are for each example.
-    """
+def form_of(posterior: blr.Posterior, state: State, home: State, base: State) -> Form:
+    """The quadratic form of the layers with factors, between weights, θ_t and the base."""
     precision = open_precision(posterior)
     rise = 0.0
-    rise_of_base = 0.0
     along = 0.0
+    rise_of_base = 0.0
     for layer, (joint, _) in precision.layers.items():
+        factors = precision.factors(layer)
         step = joint.join({name: (state[name] - home[name]).double() for name in joint.names})
         back = joint.join({name: (base[name] - home[name]).double() for name in joint.names})
-        curved_back = precision.factors(layer).times(back)
-        rise += float((step * precision.factors(layer).times(step)).sum()) / 2
-        rise_of_base += float((back * curved_back).sum()) / 2
+        curved_back = factors.times(back)
+        rise += float((step * factors.times(step)).sum()) / 2
         along += float((step * curved_back).sum()) / 2
-    interference = max(rise - along**2 / rise_of_base, 0.0)
-    return rise / posterior.n_data, interference / posterior.n_data
+        rise_of_base += float((back * curved_back).sum()) / 2
+    count = posterior.n_data
+    return Form(rise / count, along / count, rise_of_base / count)
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
@@ -79,23 +75,29 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _row(kind: str, part: pd.DataFrame) -> dict[str, Any]:
-    foretold = part["foretold"].to_numpy(float)
-    measured = part["measured"].to_numpy(float)
-    cost = foretold + part["interference"].to_numpy(float)
-    ratio = measured / foretold
-    share = foretold / part["foretold_of_base"].to_numpy(float)
-    is_worse = measured > part["measured_of_base"].to_numpy(float)
+    merges = part.groupby(["kind", "seed", "merge"])[["foretold", "cost", "measured"]].mean()
+    ratio = part["measured"] / part["foretold"]
+    share = part["foretold"] / part["foretold_of_base"]
+    is_worse = part["measured"] > part["measured_of_base"]
     is_safe = share < SAFE_SHARE
     in_range = (ratio > 1 / RANGE_OF_KRONECKER) & (ratio < RANGE_OF_KRONECKER)
     return {
         "kind": kind,
+        "merges": len(merges),
+        "rank by cost": _rank(merges, "cost"),
+        "by the rise alone": _rank(merges, "foretold"),
         "merges × tasks": len(part),
-        "rank": f"{spearmanr(cost, measured)[0]:.2f}",  # type: ignore[index]
-        "rank of the rise alone": f"{spearmanr(foretold, measured)[0]:.2f}",  # type: ignore[index]
-        "measured ÷ foretold, 5 % to 95 %": "{:.2f} to {:.2f}".format(
-            *np.quantile(ratio, [0.05, 0.95])
+        "their rank by cost": _rank(part, "cost"),
+        "their rank by the rise alone": _rank(part, "foretold"),
+        "measured ÷ rise, 5 % to 95 %": "{:.2f} to {:.2f}".format(
+            *np.quantile(ratio.to_numpy(float), [0.05, 0.95])
         ),
         "in the range, %": f"{100 * in_range.mean():.0f}",
         "called safe": int(is_safe.sum()),
         "called safe and worse than the base": int((is_safe & is_worse).sum()),
     }
+
+
+def _rank(table: pd.DataFrame, column: str) -> str:
+    """The rank correlation of a column with the measured rise."""
+    return f"{spearmanr(table[column], table['measured'])[0]:.2f}"  # type: ignore[index]

@@ -20,12 +20,12 @@ N_FIXED = 5  # layers of six
 N_DOMAINS = 3  # drawn for each seed
 LENGTH = 24  # tokens; longer texts are cut
 # texts of each domain
-FIRST = 30
-TRAIN = 200
-VALIDATE = 50
-TEST = 100
+FIRST = 20
+TRAIN = 120
+VALIDATE = 30
+TEST = 80
 BASE_EPOCHS = 3
-EPOCHS = 5
+EPOCHS = 6
 RATE = 1e-3
 
 

@@ -34,7 +34,7 @@ from benchmarks.__main__ import machine
 from benchmarks.merging import child
 from benchmarks.merging.agreement import Difference, difference
 from benchmarks.merging.checkpoints_made import Checkpoints, bytes_needed, make, shape_of
-from benchmarks.merging.contenders import Contender, contenders
+from benchmarks.merging.contenders import MATCHING, Contender, contenders
 
 COLUMNS: tuple[str, ...] = (
     "method", "contender", "seconds", "× raw", "inner", "inner × raw", "processor seconds",
@@ -127,7 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     root = Path(tempfile.mkdtemp(prefix="merging_speed_", dir=args.folder))
     try:
         print(f"making checkpoints in {root}", file=sys.stderr, flush=True)
-        made = make(root, int(args.parameters))
+        has_precisions = not args.methods or MATCHING in args.methods
+        made = make(root, int(args.parameters), precisions=has_precisions)
         wanted = contenders(made, args.peers)
         wanted = [c for c in wanted if c.name == "raw" or args.only in c.label]
         if args.methods:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,10 +95,10 @@ def show_forecast(plan: MergePlan) -> list[dict[str, Any]] | None:
         "Forecast: rise of each task's loss, nats for each example",
         {
             "model": [Path(task.task).name for task in prediction.tasks],
-            "rise": [f"{task.rise:.3g}" for task in prediction.tasks],
-            "range": [f"{task.low:.2g} to {task.high:.2g}" for task in prediction.tasks],
-            "by interference": [f"{task.interference:.2g}" for task in prediction.tasks],
-            "at the base": [f"{task.base_rise:.3g}" for task in prediction.tasks],
+            "rise": [nats(task.rise) for task in prediction.tasks],
+            "range": [f"{nats(task.low)} to {nats(task.high)}" for task in prediction.tasks],
+            "by interference": [nats(task.interference) for task in prediction.tasks],
+            "at the base": [nats(task.base_rise) for task in prediction.tasks],
             "verdict": [task.verdict for task in prediction.tasks],
             "mostly in": [", ".join(layers_of(task)) for task in prediction.tasks],
         },
@@ -105,6 +106,15 @@ def show_forecast(plan: MergePlan) -> list[dict[str, Any]] | None:
     if prediction.note:
         typer.echo(prediction.note)
     return [{**vars(task), "verdict": task.verdict} for task in prediction.tasks]
+
+
+def nats(value: float) -> str:
+    """A number of nats; a dash where it is not known.
+
+    >>> nats(0.12345), nats(float("nan"))
+    ('0.123', '-')
+    """
+    return "-" if math.isnan(value) else f"{value:.3g}"
 
 
 def forecast_of(plan: MergePlan) -> MergeForecast:

@@ -39,7 +39,7 @@ from blr_analysis.adapters import (
 )
 from blr_analysis.checks import positive_int, some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
-from blr_analysis.files import Folder
+from blr_analysis.files import Folder, read_config
 from blr_analysis.files.placing import check_free
 from blr_analysis.merging.adapter_files import (
     MAGNITUDE,
@@ -340,12 +340,14 @@ def _base_weights(
 
     Raises:
         InputError: no base, or precisions.
-        ModelError: a weight of another shape than the adapters' products.
+        ModelError: a quantised base, or a weight of another shape than the adapters' products.
     """
     if base is None:
         raise InputError("DoRA adapters are merged by their base's weights: give base=")
     if has_precisions:
         raise InputError("DoRA adapters are merged without precisions: leave them out")
+    if read_config(Path(base).expanduser()).get("quantization_config"):
+        raise ModelError(f"{str(base)!r} is quantised: DoRA needs the weights before that")
     source = Folder.open(base)
     names = translate(
         [f"{module}.weight" for module in modules], source.specs, str(adapters[0].folder)

@@ -9,11 +9,13 @@ piece into a sink that keeps only these sums, for the merge and for the base.
 
 Fine-tuning has gone along the line from the base θ_0 to θ_t, and the loss on this line is at most
 that of the base. What the other tasks change leads off the line, where the loss rises faster than
-H_t says: H_t is measured where the model is sure of its data. That part of Q_t is the interference
+H_t says. That part of Q_t is the interference
 
     I_t(θ) = Q_t(θ) − [½ (θ − θ_t)ᵀ H_t (θ_0 − θ_t)]² / Q_t(θ_0)
 
-Merges and tasks are ordered by Q_t + I_t (``python -m benchmarks.merging.contest`` compares both).
+H_t is small where model t is sure of its data, and models differ in this. So the mean of all tasks'
+H for each example, H̄, has a say too: Q̄_t and Ī_t are of θ − θ_t in H̄. Merges and tasks are ordered
+by the cost √((Q_t + I_t)(Q̄_t + Ī_t)) (``python -m benchmarks.merging.contest`` compares both).
 
 Merges are often further from θ_t than this approximation reaches. The range around the rise is
 therefore wide: a factor of 10 for Kronecker factors and of 30 for diagonals, which ignore how
@@ -28,7 +30,6 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -38,7 +39,7 @@ from torch import Tensor
 from blr_analysis.errors import InputError
 from blr_analysis.files import Scratch, Source
 from blr_analysis.merging.folders import fill
-from blr_analysis.merging.merge_plan import MergePlan, OpenModel
+from blr_analysis.merging.merge_plan import MergePlan
 from blr_analysis.merging.precisions import (
     StoredPrecision,
     check_belongs,
@@ -66,6 +67,7 @@ class TaskForecast:
         share: Q_t at the merge over Q_t at the base; NaN without a base.
         tensors: by tensor, or by layer, its share in Q_t of the merge, largest first.
         interference: I_t, in nats for each example; NaN without a base or a unit.
+        cost: √((Q_t + I_t)(Q̄_t + Ī_t)), which orders merges and tasks; without a base, I is 0.
     """
 
     task: str
@@ -76,11 +78,7 @@ class TaskForecast:
     share: float
     tensors: Mapping[str, float]
     interference: float = math.nan
-
-    @property
-    def cost(self) -> float:
-        """The rise with interference counted twice, by which merges and tasks are ordered."""
-        return self.rise if math.isnan(self.interference) else self.rise + self.interference
+    cost: float = math.nan
 
     @property
     def verdict(self) -> str:
@@ -110,6 +108,48 @@ class MergeForecast:
         return f"MergeForecast({'; '.join(facts)})"
 
 
+@dataclass
+class Form:
+    """The quadratic form ½ uᵀ H v between a merge, the base and θ_t; all steps are from θ_t.
+
+    Attributes:
+        rise: of the merge, Q_t(θ).
+        along: between merge and base.
+        rise_of_base: of the base, Q_t(θ_0).
+    """
+
+    rise: float = 0.0
+    along: float = 0.0
+    rise_of_base: float = 0.0
+
+    @property
+    def interference(self) -> float:
+        """The part of the rise off the line from the base to θ_t; 0 without a base."""
+        if self.rise_of_base <= 0:
+            return 0.0
+        return max(self.rise - self.along**2 / self.rise_of_base, 0.0)
+
+    @classmethod
+    def mean(cls, forms: Sequence[Form]) -> Form:
+        """The form in the mean of several H."""
+        count = len(forms)
+        return cls(
+            sum(form.rise for form in forms) / count,
+            sum(form.along for form in forms) / count,
+            sum(form.rise_of_base for form in forms) / count,
+        )
+
+
+def cost_of(form: Form, forms: Sequence[Form]) -> float:
+    """√((Q + I)(Q̄ + Ī)) of a task's form, and the same steps' forms in the H of all tasks.
+
+    >>> cost_of(Form(1.0), [Form(1.0), Form(7.0)])
+    2.0
+    """
+    mean = Form.mean(forms)
+    return math.sqrt((form.rise + form.interference) * (mean.rise + mean.interference))
+
+
 @torch.no_grad()
 @torch.inference_mode(False)
 def forecast(plan: MergePlan, progress: bool | None = None) -> MergeForecast:
@@ -131,9 +171,9 @@ def forecast(plan: MergePlan, progress: bool | None = None) -> MergeForecast:
     """
     if plan.tokens.rows is not None:
         raise InputError("a forecast takes models of one vocabulary")
-    tasks = [_Task(model, _precision(plan, t), plan) for t, model in enumerate(plan.models)]
-    fill(plan, _Sums(tasks), progress)
-    return MergeForecast(tuple(task.forecast() for task in tasks))
+    curvatures = [_Curvature(_precision(plan, t), plan) for t in range(len(plan.models))]
+    fill(plan, _Sums(curvatures), progress)
+    return MergeForecast(tuple(_forecast_of(t, curvatures) for t in range(len(curvatures))))
 
 
 def _precision(plan: MergePlan, t: int) -> StoredPrecision:
@@ -152,36 +192,31 @@ def _precision(plan: MergePlan, t: int) -> StoredPrecision:
 
 
 class _Sums:
-    """A sink that adds each piece to the sums of all tasks, and then forgets it."""
+    """A sink that adds each piece to the forms of all curvatures, and then forgets it."""
 
-    def __init__(self, tasks: Sequence[_Task]) -> None:
-        self._tasks = tasks
+    def __init__(self, curvatures: Sequence[_Curvature]) -> None:
+        self._curvatures = curvatures
 
     def put(self, name: str, start: int, values: Tensor) -> None:
-        for task in self._tasks:
-            task.add(name, start, values)
+        for curvature in self._curvatures:
+            curvature.add(name, start, values)
 
 
 @dataclass
-class _Task:
-    """The sums of one task.
+class _Curvature:
+    """One task's H, and its forms for the steps from every θ_t.
 
     The pieces of a layer with factors are kept until the layer is complete.
 
     Attributes:
-        model: θ_t.
-        precision: H_t.
+        precision: H.
         plan: the plan of the merge.
-        at_merge, at_base: Q_t at the merge and at the base, by tensor or layer.
-        along: ½ (θ − θ_t)ᵀ H_t (θ_0 − θ_t) for the merge θ.
+        forms: by tensor or layer, one for each model.
     """
 
-    model: OpenModel
     precision: StoredPrecision
     plan: MergePlan
-    at_merge: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    at_base: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    along: float = 0.0
+    forms: dict[str, list[Form]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -196,12 +231,26 @@ class _Task:
             for layer, (joint, _) in self.precision.layers.items()
         }
 
+    @property
+    def n_data(self) -> int:
+        """The number of examples that H sums over; 1 where it is unknown."""
+        return self.precision.n_data or 1
+
+    def total(self, t: int) -> Form:
+        """The form of the steps from θ_t, for each example."""
+        forms = [by_model[t] for by_model in self.forms.values()]
+        return Form(
+            sum(form.rise for form in forms) / self.n_data,
+            sum(form.along for form in forms) / self.n_data,
+            sum(form.rise_of_base for form in forms) / self.n_data,
+        )
+
     def _entries(self, name: str) -> int:
         """The number of entries of a tensor."""
         return self.plan.reference.specs[name].numel
 
     def add(self, name: str, start: int, values: Tensor) -> None:
-        """Add a piece of the merge to the sums; tensors without a precision add nothing."""
+        """Add a piece of the merge to the forms; tensors without a precision add nothing."""
         if name in self._layer_of:
             self._add_to_layer(name, start, values)
         elif name in self.precision.stored:
@@ -212,24 +261,22 @@ class _Task:
         scratch = Scratch()
         stop = start + len(merged)
         h = self.precision.read(name, start, stop, scratch, torch.float64).double().cpu()
-        stored_name = self.model.names[name]
-        theta = self.model.source.read(stored_name, start, stop, scratch).double().cpu()
-        theta = theta.clone()  # the base is read into the same buffer
-        step = merged - theta
-        merged_rise = float((h * step.square()).sum()) / 2
-        base_rise = 0.0
-        along = 0.0
+        base = None
         if self.plan.base is not None:
-            base_step = self.plan.base.read(name, start, stop, scratch).double().cpu() - theta
-            base_rise = float((h * base_step.square()).sum()) / 2
-            along = float((h * step * base_step).sum()) / 2
-        with self._lock:
-            self.at_merge[name] += merged_rise
-            self.at_base[name] += base_rise
-            self.along += along
+            read = self.plan.base.read(name, start, stop, scratch)
+            base = read.double().cpu().clone()  # the models are read into the same buffer
+        for t, model in enumerate(self.plan.models):
+            theta = model.source.read(model.names[name], start, stop, scratch).double().cpu()
+            step = merged - theta
+            form = Form(rise=_half_product(step, h * step))
+            if base is not None:
+                base_step = base - theta
+                form.along = _half_product(step, h * base_step)
+                form.rise_of_base = _half_product(base_step, h * base_step)
+            self._add_form(name, t, form)
 
     def _add_to_layer(self, name: str, start: int, values: Tensor) -> None:
-        """Add entries of a layer with factors; its sum is formed with its last entries."""
+        """Add entries of a layer with factors; its forms are computed with its last entries."""
         layer = self._layer_of[name]
         joint, _ = self.precision.layers[layer]
         with self._lock:
@@ -241,60 +288,71 @@ class _Task:
                 return
             merged = {part: self._merged.pop(part) for part in joint.names}
         factors = self.precision.factors(layer)
-        step = self._step(layer, merged)
-        curved_step = factors.times(step)
-        self.at_merge[layer] = float((step * curved_step).sum()) / 2
-        if self.plan.base is None:
-            return
-        base_step = self._step(layer, {part: _flat(self.plan.base, part) for part in joint.names})
-        self.at_base[layer] = float((base_step * factors.times(base_step)).sum()) / 2
-        with self._lock:
-            self.along += float((base_step * curved_step).sum()) / 2
+        base = None
+        if self.plan.base is not None:
+            base = {part: _flat(self.plan.base, part) for part in joint.names}
+        for t, model in enumerate(self.plan.models):
+            theta = {part: _flat(model.source, model.names[part]) for part in joint.names}
+            step = self._step(layer, merged, theta)
+            form = Form(rise=_half_product(step, factors.times(step)))
+            if base is not None:
+                base_step = self._step(layer, base, theta)
+                curved_base_step = factors.times(base_step)
+                form.along = _half_product(step, curved_base_step)
+                form.rise_of_base = _half_product(base_step, curved_base_step)
+            self._add_form(layer, t, form)
 
-    def _step(self, layer: str, weights: Mapping[str, Tensor]) -> Tensor:
-        """θ − θ_t of one layer, as a matrix, for weights θ that are flat and by name."""
+    def _step(
+        self, layer: str, weights: Mapping[str, Tensor], theta: Mapping[str, Tensor]
+    ) -> Tensor:
+        """θ − θ_t of one layer, as a matrix, from weights that are flat and by name."""
         joint, _ = self.precision.layers[layer]
-        steps = {}
-        for name, values in weights.items():
-            theta = _flat(self.model.source, self.model.names[name])
-            steps[name] = (values - theta).view(self.plan.reference.specs[name].shape)
+        steps = {
+            name: (values - theta[name]).view(self.plan.reference.specs[name].shape)
+            for name, values in weights.items()
+        }
         return joint.join(steps)
 
-    def forecast(self) -> TaskForecast:
-        """The forecast by the sums, which must be complete."""
-        n_data = self.precision.n_data or 1
-        total = sum(self.at_merge.values())
-        base_total = sum(self.at_base.values())
-        has_base = self.plan.base is not None
-        rise = total / n_data
-        structure = self.precision.structure
-        factor = RANGE_OF_DIAGONALS if structure == "diag" else RANGE_OF_KRONECKER
-        divisor = max(total, sys.float_info.min)
-        parts = {name: part / divisor for name, part in self.at_merge.items()}
-        interference = math.nan
-        if has_base and base_total > 0:
-            interference = max(total - self.along**2 / base_total, 0.0) / n_data
-        result = TaskForecast(
-            self.model.source.name,
-            rise=rise,
-            low=rise / factor,
-            high=rise * factor,
-            base_rise=base_total / n_data if has_base else math.nan,
-            share=total / base_total if has_base and base_total > 0 else math.nan,
-            tensors=dict(sorted(parts.items(), key=lambda part: -part[1])),
-            interference=interference,
-        )
-        if structure != "gram":
-            return result
-        no_unit = math.nan
-        return replace(
-            result,
-            rise=no_unit,
-            low=no_unit,
-            high=no_unit,
-            base_rise=no_unit,
-            interference=no_unit,
-        )
+    def _add_form(self, name: str, t: int, form: Form) -> None:
+        """Add the form of some entries of a tensor or layer."""
+        with self._lock:
+            by_model = self.forms.setdefault(name, [Form() for _ in self.plan.models])
+            by_model[t].rise += form.rise
+            by_model[t].along += form.along
+            by_model[t].rise_of_base += form.rise_of_base
+
+
+def _forecast_of(t: int, curvatures: Sequence[_Curvature]) -> TaskForecast:
+    """The forecast for task t by complete forms."""
+    own = curvatures[t]
+    total = own.total(t)
+    cost = cost_of(total, [curvature.total(t) for curvature in curvatures])
+    has_base = own.plan.base is not None
+    has_share = has_base and total.rise_of_base > 0
+    structure = own.precision.structure
+    factor = RANGE_OF_DIAGONALS if structure == "diag" else RANGE_OF_KRONECKER
+    divisor = max(total.rise * own.n_data, sys.float_info.min)
+    parts = {name: by_model[t].rise / divisor for name, by_model in own.forms.items()}
+    result = TaskForecast(
+        own.plan.models[t].source.name,
+        rise=total.rise,
+        low=total.rise / factor,
+        high=total.rise * factor,
+        base_rise=total.rise_of_base if has_base else math.nan,
+        share=total.rise / total.rise_of_base if has_share else math.nan,
+        tensors=dict(sorted(parts.items(), key=lambda part: -part[1])),
+        interference=total.interference if has_share else math.nan,
+        cost=cost,
+    )
+    if structure != "gram":
+        return result
+    no_unit = dict.fromkeys(("rise", "low", "high", "base_rise", "interference", "cost"), math.nan)
+    return replace(result, **no_unit)
+
+
+def _half_product(left: Tensor, right: Tensor) -> float:
+    """½ Σ of the products of entries."""
+    return float((left * right).sum()) / 2
 
 
 def _flat(source: Source, name: str) -> Tensor:

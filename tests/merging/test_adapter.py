@@ -259,6 +259,42 @@ def test_a_recipe_writes_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "ties makes no adapter" in line
 
 
+def quantise(base: Path) -> None:
+    """Say in its configuration that a model's weights are codes."""
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "quantization_config": {"bits": 4}}))
+
+
+def test_a_quantised_base_is_left_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    for name in "ab":
+        plain(tmp_path / name, (torch.randn(3, 2), torch.randn(2, 4)))
+    base = write_model(tmp_path / "base", {"fc.weight": torch.ones(3, 4)})
+    quantise(base)
+    before = {file.name: file.read_bytes() for file in base.iterdir()}
+    (tmp_path / "recipe.yml").write_text(RECIPE.format(method="linear"))
+    code, _, _ = run(capsys, "merge", tmp_path / "recipe.yml", tmp_path / "out")
+    assert code == 0
+    assert {file.name: file.read_bytes() for file in base.iterdir()} == before
+    expected = merge_adapters(
+        [tmp_path / "a", tmp_path / "b"], tmp_path / "c", weights=[0.75, 0.25]
+    )
+    name = "adapter_model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (expected.folder / name).read_bytes()
+
+
+def test_dora_on_a_quantised_base_is_refused(tmp_path: Path) -> None:
+    base = build("llama", "causal_lm")
+    settings = {"target_modules": ["q_proj"], "use_dora": True}
+    places = [written(tmp_path / f"a{t}", base, t, settings) for t in range(2)]
+    base.save_pretrained(str(tmp_path / "base"))
+    quantise(tmp_path / "base")
+    with pytest.raises(BLRError, match="is quantised: DoRA needs the weights before that"):
+        merge_adapters(places, tmp_path / "out", base=tmp_path / "base")
+
+
 def test_dora_needs_its_base(tmp_path: Path) -> None:
     base = build("llama", "causal_lm")
     settings = {"target_modules": ["q_proj"], "use_dora": True}

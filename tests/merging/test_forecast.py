@@ -92,8 +92,9 @@ def test_quadratic_losses_rise_as_foretold(structure: str) -> None:
             assert math.isnan(task.rise)  # input moments have no unit of the loss
 
 
-def test_interference_is_the_rise_from_the_nearest_point_of_the_line() -> None:
-    """By least squares over the points θ_t + c (θ_0 − θ_t), in the metric of H_t."""
+def test_interference_and_cost_by_least_squares() -> None:
+    """Interference is the rise from the nearest point θ_t + c (θ_0 − θ_t) in the metric of H_t; the
+    cost is the mean of Q + I in H_t and in the mean H, geometrically."""
     base = {"w": torch.tensor([0.0, 0.0, 0.0]), "v": torch.tensor([0.5, 0.0])}
     models = [
         {"w": torch.tensor([1.0, 0.2, 0.0]), "v": torch.tensor([0.5, 0.3])},
@@ -105,14 +106,25 @@ def test_interference_is_the_rise_from_the_nearest_point_of_the_line() -> None:
     ]
     actual = forecast(make_plan(job_of(base, models, precisions)), progress=False)
     merged = blr.merge(base, models, precisions=precisions, method="fisher")
-    for task, model, precision in zip(actual.tasks, models, precisions, strict=True):
-        root = torch.cat([precision[n].double().sqrt() for n in base])
-        step = root * torch.cat([(merged[n] - model[n]).double() for n in base])
-        back = root * torch.cat([(base[n] - model[n]).double() for n in base])
+
+    def joined(state: State) -> torch.Tensor:
+        return torch.cat([state[name].double() for name in base])
+
+    def distances(h: torch.Tensor, model: State) -> tuple[float, float]:
+        """Half the squared distance of the merge from the model, and from the line."""
+        step = h.sqrt() * (joined(merged) - joined(model))
+        back = h.sqrt() * (joined(base) - joined(model))
         share = torch.linalg.lstsq(back[:, None], step[:, None]).solution.squeeze()
-        distance = step - share * back
-        assert task.interference == pytest.approx(float(distance.square().sum()) / 2, rel=1e-5)
-        assert task.cost == pytest.approx(task.rise + task.interference)
+        from_line = step - share * back
+        return float(step.square().sum()) / 2, float(from_line.square().sum()) / 2
+
+    curvatures = [joined(precision) for precision in precisions]
+    for task, model, h in zip(actual.tasks, models, curvatures, strict=True):
+        rise, interference = distances(h, model)
+        mean_rise, mean_interference = distances((curvatures[0] + curvatures[1]) / 2, model)
+        assert task.interference == pytest.approx(interference, rel=1e-5)
+        cost = math.sqrt((rise + interference) * (mean_rise + mean_interference))
+        assert task.cost == pytest.approx(cost, rel=1e-5)
 
 
 def test_what_each_verdict_says() -> None:
