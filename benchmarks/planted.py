@@ -1,19 +1,22 @@
 """Planted facts: does a question find the text that states its answer?
 
-    python -m benchmarks.planted [--facts 30] [--passages 200] [--rank 4096 ...] [--learned .5 1]
+    python -m benchmarks.planted [--facts 30] [--passages 200] [--rank 4096 ...] [--learned .5 1] \
+        [--checkpoints]
 
 A small Llama reads State-of-the-Union passages, and how people ask about mayors. It is then
 fine-tuned on other passages and on sentences that state planted facts, once each: memorised, or
 half-learned (half of the epochs). The questions are in the words of the fact, paraphrased, and
 turned round (the answer is what the fact begins with). Printed are recall@1 / MRR of the text that
 states it, by the index, by `blr-analysis query` (which refines the index's best), by the exact
-influence of the same posterior, and by plain gradients: dot product and cosine.
+influence of the same posterior, and by plain gradients: dot product and cosine. With
+``--checkpoints`` the task has those of the fine-tuning, whose errors the influence takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import math
 import random
 import sys
 import tempfile
@@ -25,9 +28,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import blr_analysis as blr
+from benchmarks.llamas import small_llama
 from blr_analysis.cli.query_options import REFINED
 from blr_analysis.sensitivity import Index
 
@@ -129,16 +132,9 @@ def corpus(n_facts: int, n_passages: int, seed: int = 0) -> Corpus:
 
 
 def llama(n_words: int) -> Any:
-    config = LlamaConfig(
-        vocab_size=n_words,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        max_position_embeddings=2 * WORDS,
-        tie_word_embeddings=True,
+    return small_llama(
+        n_words, width=WIDTH, layers=LAYERS, longest=2 * WORDS, tie_word_embeddings=True
     )
-    return LlamaForCausalLM(config)
 
 
 def batches(rows: list[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -158,7 +154,13 @@ def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
-def train(model: Any, rows: list[dict[str, Tensor]], epochs: int, rate: float) -> float:
+def train(
+    model: Any,
+    rows: list[dict[str, Tensor]],
+    epochs: int,
+    rate: float,
+    checkpoints: blr.Checkpoints | None = None,
+) -> float:
     """The mean loss of the last epoch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, epochs)
@@ -170,14 +172,20 @@ def train(model: Any, rows: list[dict[str, Tensor]], epochs: int, rate: float) -
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            if checkpoints is not None:
+                checkpoints.step()
             losses.append(loss.item())
         schedule.step()
     return sum(losses) / len(losses)
 
 
-def task_of(model: nn.Module, rows: list[dict[str, Tensor]]) -> blr.Task:
+def task_of(
+    model: nn.Module,
+    rows: list[dict[str, Tensor]],
+    checkpoints: blr.Checkpoints | None = None,
+) -> blr.Task:
     loader = torch.utils.data.DataLoader(rows, batch_size=BATCH, collate_fn=padded)  # type: ignore[arg-type]
-    return blr.Task(model, loader, likelihood="causal_lm", progress=False)
+    return blr.Task(model, loader, likelihood="causal_lm", checkpoints=checkpoints, progress=False)
 
 
 def flat(task: blr.Task) -> blr.Posterior:
@@ -221,9 +229,11 @@ def scores(task: blr.Task, questions: blr.Task, ranks: list[int]) -> Iterator[tu
     yield "gradient cosine", blr.influence(task, flat(task), questions, normalize="cosine").matrix
 
 
-def show(model: nn.Module, texts: Corpus, ranks: list[int]) -> None:
+def show(
+    model: nn.Module, texts: Corpus, ranks: list[int], checkpoints: blr.Checkpoints | None
+) -> None:
     """Print recall@1 / MRR of each method for each kind of question."""
-    task = task_of(model.eval(), texts.texts)
+    task = task_of(model.eval(), texts.texts, checkpoints)
     questions = [row for rows in texts.questions.values() for row in rows]
     sizes = [len(rows) for rows in texts.questions.values()]
     for method, values in scores(task, task_of(model, questions), ranks):
@@ -239,6 +249,7 @@ def main() -> None:
     parser.add_argument("--passages", type=int, default=200)
     parser.add_argument("--rank", type=int, nargs="+", default=[4096])
     parser.add_argument("--learned", type=float, nargs="+", default=[0.5, 1.0])
+    parser.add_argument("--checkpoints", action="store_true")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     texts = corpus(asked.facts, asked.passages)
@@ -249,10 +260,15 @@ def main() -> None:
     print(f"{size:,} parameters, {len(texts.texts)} texts")
     for share in asked.learned:
         model = copy.deepcopy(base)
-        loss = train(model, texts.texts, round(2 * EPOCHS * share), 1.5e-3)
+        epochs = round(2 * EPOCHS * share)
+        checkpoints = None
+        if asked.checkpoints:
+            steps = epochs * math.ceil(len(texts.texts) / BATCH)
+            checkpoints = blr.Checkpoints(model, steps=steps)
+        loss = train(model, texts.texts, epochs, 1.5e-3, checkpoints)
         kinds = ", ".join(texts.questions)
         print(f"{share:g} of the fine-tuning, loss {loss:.2f}: {kinds}")
-        show(model, texts, asked.rank)
+        show(model, texts, asked.rank, checkpoints)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from blr_analysis.snapshots import checked_state, equal, read, state_of
 
 RUN = "_run"  # the callbacks' folder in the output; hubs skip names that begin with "_"
 RECIPE = "recipe.json"
+READING = "reading.json"  # in RUN: how the trainer read its texts
 FIRST_WEIGHTS = "step-00000000.safetensors"
 
 
@@ -54,6 +55,20 @@ def training_of(folder: str | os.PathLike[str]) -> dict[str, Any]:
     if recipe is not None:
         arguments["recipe"] = recipe
     return arguments
+
+
+def reading_in(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """How a trainer read its texts, as its callback recorded it in the output folder.
+
+    Returns:
+        "eos", whether the end token stands behind them, and "beta" of preference pairs; empty
+        where nothing is recorded.
+
+    Raises:
+        StorageError: a damaged file.
+    """
+    file = home_of(folder) / RUN / READING
+    return read_record(file) if file.is_file() else {}
 
 
 def recipe_of_weights(checkpoints: Any, model: nn.Module) -> Recipe | None:

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 import blr_analysis as blr
 from blr_analysis.backprop import engine
 from blr_analysis.cli import main
+from blr_analysis.cli.behaviour import SURPRISING
 from blr_analysis.errors import DataError, InputError, ModelError
 from blr_analysis.files import Folder, storage
 from blr_analysis.files.headers import read_record, record_text
@@ -387,6 +388,7 @@ def test_a_behaviour_has_its_sources_and_the_data_without_them(here: Path, capsy
     good = written("good.jsonl", GOOD)
     code, out, err = run(capsys, *argv, "--good", good, "--write", "less.jsonl")
     assert code == 0 and "6 rows without these 3" in out, err
+    assert "hardly says" not in err
     loaded = load_model("llm")
     index = blr.Index.open("index")
     bad, fine = (index.influence(language_task(loaded, f)) for f in ("asked.jsonl", good))
@@ -405,6 +407,29 @@ def test_a_behaviour_has_its_sources_and_the_data_without_them(here: Path, capsy
         (("asked.jsonl", "--hybrid", "--refine", 3), "leave --refine"),
     ):
         assert words in refused(capsys, "query", "index", *options)
+
+
+def test_good_outputs_that_a_model_does_not_say_are_named(here: Path, capsys: Any) -> None:
+    loaded = load_model("llm")
+    losses = {}
+    for word in tiny.WORDS:
+        ids = loaded.tokenizer(f"the film {word}", return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            logits = loaded.model(input_ids=ids).logits
+        losses[word] = -float(logits[0, -2].log_softmax(-1)[ids[0, -1]])
+    said = min(losses, key=losses.__getitem__)
+    unsaid = max(losses, key=losses.__getitem__)
+    assert losses[unsaid] > losses[said] + SURPRISING
+    files = [
+        written(f"{word}.jsonl", [{"prompt": "the film", "answer": f" {word}"}])
+        for word in (said, unsaid)
+    ]
+    for bad, good in (files, files[::-1]):
+        argv = ("query", "index", "--bad", bad, "--good", good, "--top", 3)
+        code, _, err = run(capsys, *argv)
+        assert code == 0, err
+        is_named = f"--good outputs ({losses[unsaid]:.1f} nats a token" in err
+        assert is_named is (good == files[1])
 
 
 def test_ranks_are_added_to_those_of_bm25(here: Path, capsys: Any) -> None:

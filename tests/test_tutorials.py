@@ -134,6 +134,22 @@ def a_training_run(out: Path, said: str) -> None:
     assert len(list((out / "checkpoints").iterdir())) >= 3
 
 
+def repair(out: Path, said: str) -> None:
+    """A behaviour goes with the rows behind it; the others stay, and so does what is right."""
+    table = pd.read_csv(out / "behaviours.csv", index_col=0)
+    learned = table.loc["fine-tuned on all rows"]
+    assert (learned > 0.6).all()
+    assert (table["right about farms"] > 0.9).all()
+    behaviours = table.columns[:3]
+    assert (table.loc["base", behaviours] == 0).all()
+    counts = [int(count) for count in re.findall(r": (\d+) of the 12 rows", said)]
+    assert len(counts) == len(behaviours)
+    assert min(counts) >= 10  # of 12 among 168 rows, where chance has 1
+    for behaviour in behaviours:
+        repaired = table.loc[f"without the rows behind {behaviour!r}", behaviours]
+        assert repaired[behaviour] < 0.1 < repaired.drop(behaviour).min()
+
+
 RUNS: list[tuple[str, dict[str, object], str, str, Callable[[Path, str], None]]] = [
     # script, settings, what it says, the pictures it draws, and what its files hold
     (
@@ -173,6 +189,7 @@ RUNS: list[tuple[str, dict[str, object], str, str, Callable[[Path, str], None]]]
         sources,
     ),
     ("07_a_training_run", {}, "temperature", "", a_training_run),
+    ("08_repair", {}, "168 rows, 12 of them for each of 3 behaviours", "", repair),
 ]
 
 

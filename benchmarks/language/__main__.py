@@ -132,7 +132,7 @@ class Language:
             start = processor_seconds()
             matrix = method().double()
             spent = processor_seconds() - start
-            score = linear_datamodeling(matrix, halves.kept, halves.losses.mean(0))
+            score = linear_datamodeling(matrix, halves.subsets, halves.losses.mean(0))
             rises = self.by_source(matrix)
             r = centred_correlation(rises, self.true_rises(sources))
             print(f"| {name} | {score} | {r:.2f} | {spent:.0f} |", flush=True)
@@ -155,7 +155,10 @@ class Language:
         """Perplexities of the training passages, left out and not."""
         folds = self.truths.read("folds")
         held_out = torch.stack(
-            [folds.own_losses[:, k, ~keeps].mean(0).sum() for k, keeps in enumerate(folds.kept)]
+            [
+                folds.own_losses[:, k, ~subset].mean(0).sum()
+                for k, subset in enumerate(folds.subsets)
+            ]
         )
         n_tokens = sum(len(ids) - 1 for ids in self.train.ids)
         true = float((held_out.sum() / n_tokens).exp())
@@ -177,9 +180,9 @@ class Language:
     def shuffled(self) -> None:
         """How many of the shuffled passages are among the first of each order."""
         folds = self.truths.read("folds")
-        own = torch.empty(len(self.train), dtype=torch.float64)
-        for k, keeps in enumerate(folds.kept):
-            own[~keeps] = folds.own_losses[:, k, ~keeps].mean(0)
+        cross_validated = torch.empty(len(self.train), dtype=torch.float64)
+        for k, subset in enumerate(folds.subsets):
+            cross_validated[~subset] = folds.own_losses[:, k, ~subset].mean(0)
         n_tokens = torch.tensor([len(ids) - 1.0 for ids in self.train.ids]).double()
         suspicions = blr.suspicious(self.task, blr.fit_laplace(self.task))
         guess = guessed_losses(self.train.ids) / n_tokens
@@ -191,8 +194,10 @@ class Language:
             "the same above a guess by frequency, the end": suspicions.training - guess,
             "left-out loss a token": suspicions.left_out,
             "unfamiliarity": suspicions.unfamiliarity,
-            "cross-validated loss a token": own / n_tokens,
-            "the same above a guess by frequency, cross-validated": own / n_tokens - guess,
+            "cross-validated loss a token": cross_validated / n_tokens,
+            "the same above a guess by frequency, cross-validated": (
+                cross_validated / n_tokens - guess
+            ),
         }
         wrong = set(self.train.shuffled)
         first = set(suspicions.order[: len(wrong)].tolist())

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import blr_analysis as blr
+from benchmarks.llamas import small_llama
 from blr_analysis.huggingface.tokens import Tokens
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tutorials"))
@@ -129,18 +129,15 @@ def other_texts() -> Texts:
 
 def llama() -> nn.Module:
     """One that has read nothing."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        max_position_embeddings=LENGTHS[1],
+    return small_llama(
+        VOCABULARY,
+        width=WIDTH,
+        layers=LAYERS,
+        longest=LENGTHS[1],
         pad_token_id=None,
         bos_token_id=None,
         eos_token_id=None,
     )
-    return LlamaForCausalLM(config)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def task_of(
 
 
 def halves(n: int) -> Tensor:
-    """Which texts each random half keeps, bool ``[HALVES, N]``."""
+    """Which texts each random half has, bool ``[HALVES, N]``."""
     generator = torch.Generator().manual_seed(7)
     return torch.stack([torch.randperm(n, generator=generator) < n // 2 for _ in range(HALVES)])
 
@@ -75,13 +75,13 @@ class Kind:
     """Trainings that differ in the texts they keep.
 
     Attributes:
-        kept: which texts each of them has, bool ``[K, N]``.
+        subsets: which texts each of them has, bool ``[K, N]``.
         losses: of the test texts after each, ``[seeds, K, M]``.
         own_losses: of the training texts after each, ``[seeds, K, N]``.
         seconds: of a training, on average.
     """
 
-    kept: Tensor
+    subsets: Tensor
     losses: Tensor
     own_losses: Tensor
     seconds: float
@@ -97,8 +97,8 @@ class Truths:
         facts = f"{task.recipe} {cases.CASES[name]} {task.n_data} {cases.WIDTH} {cases.VOCABULARY}"
         self.hash = hashlib.sha256(facts.encode()).hexdigest()[:16]
 
-    def kept(self, kind: str) -> Tensor:
-        """Which texts each training of a kind keeps, bool ``[K, N]``."""
+    def subsets(self, kind: str) -> Tensor:
+        """Which texts each training of a kind has, bool ``[K, N]``."""
         n = self.task.n_data
         if kind == "halves":
             return halves(n)
@@ -113,25 +113,25 @@ class Truths:
 
     def read(self, kind: str, seeds: Iterable[int] | None = None) -> Kind:
         """All trainings of a kind; those that are missing are done."""
-        kept = self.kept(kind)
+        subsets = self.subsets(kind)
         files = [
-            [self._retrained(kind, k, keep, seed) for k, keep in enumerate(kept)]
+            [self._retrained(kind, k, subset, seed) for k, subset in enumerate(subsets)]
             for seed in seeds or SEEDS[kind]
         ]
         seconds = [file.record["seconds"] for of_seed in files for file in of_seed]
-        losses, own = (
-            torch.stack([torch.stack([file.tensors[what] for file in f]) for f in files])
-            for what in ("losses", "own_losses")
+        losses, own_losses = (
+            torch.stack([torch.stack([file.tensors[name] for file in row]) for row in files])
+            for name in ("losses", "own_losses")
         )
-        return Kind(kept, losses, own, sum(seconds) / len(seconds))
+        return Kind(subsets, losses, own_losses, sum(seconds) / len(seconds))
 
-    def _retrained(self, kind: str, k: int, keep: Tensor, seed: int) -> store.Stored:
+    def _retrained(self, kind: str, k: int, subset: Tensor, seed: int) -> store.Stored:
         path = self.folder / f"{kind}-{seed}-{k}.safetensors"
         stored = store.read(path, self.hash)
         if stored is not None:
             return stored
         start = time.process_time()
-        indices = keep.nonzero().flatten()
+        indices = subset.nonzero().flatten()
         recipe = self.task.recipe
         assert recipe is not None
         state = trained(self.task.quiet, [(self.task, indices, indices)], recipe, seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute
     from blr_analysis.task import Task
 
 EXCERPT = 60  # characters of a text that are printed
+SURPRISING = 1.0  # nats a token: good outputs that lose so much more than bad ones are no outputs
 LEAD = "How far the loss of an unwanted output would rise without each, on average."
 
 
@@ -51,6 +52,8 @@ def show_behaviour(
         return dry_run(questions=bad.n_data)
     index = model.opened
     say_if_rough(request.say, index.error)
+    if good is not None:
+        say_if_surprising(request.say, bad, good)
     normalize = bool(request.ranking.normalize)
     scores = behaviour_scores(index, bad, good, normalize=normalize)
     quantity = quantity_of(normalize)
@@ -66,6 +69,25 @@ def show_behaviour(
         "refined": 0,
         "sources": table.to_dict("records"),
     }
+
+
+def say_if_surprising(say: Callable[[str], None], bad: Task, good: Task) -> None:
+    """Say where good outputs are not what the model says.
+
+    They surprise it, and their long gradients hide the sources of the bad outputs.
+    """
+    from blr_analysis.backprop.loss import evaluated
+
+    tasks = (bad, good)
+    if not all(task.likelihood.is_sequence for task in tasks):
+        return
+    evaluations = [evaluated(task, task.parameters())[0] for task in tasks]
+    loss_of_bad, loss_of_good = (evaluation.nll_per_token for evaluation in evaluations)
+    if loss_of_good > loss_of_bad + SURPRISING:
+        say(
+            f"the model hardly says the --good outputs ({loss_of_good:.1f} nats a token, the bad "
+            f"ones {loss_of_bad:.1f}): give outputs of this model, or --bad alone"
+        )
 
 
 def behaviour_scores(index: Index, bad: Task, good: Task | None, *, normalize: bool) -> Tensor:

@@ -21,6 +21,8 @@ import typer
 from blr_analysis.cli.options import (
     Answer,
     Base,
+    Beta,
+    Eos,
     Length,
     LoadingOptions,
     Prompt,
@@ -96,6 +98,8 @@ class Source:
     prompt: Prompt = None
     answer: Answer = None
     max_length: Length = None
+    eos: Eos = None
+    beta: Beta = None
     loading: LoadingOptions = field(default_factory=LoadingOptions)
 
     def __post_init__(self) -> None:
@@ -107,11 +111,20 @@ class Source:
             raise InputError(f"{self.task!r} brings its own data: leave {self.data!r} out")
         if not has_data and place.is_dir():
             raise InputError(f"{self.task!r} is a model: name its training data, MODEL DATA")
-        model_options = (self.base, self.text, self.prompt, self.answer, self.max_length)
+        model_options = (
+            self.base,
+            self.text,
+            self.prompt,
+            self.answer,
+            self.max_length,
+            self.eos,
+            self.beta,
+        )
         has_model_options = any(value is not None for value in model_options)
         if has_model_options and not has_data:
             raise InputError(
-                "--base, --text, --prompt, --answer and --max-length belong to MODEL DATA"
+                "--base, --text, --prompt, --answer, --max-length, --eos and --beta belong to "
+                "MODEL DATA"
             )
         has_fit_options = self.fit is not None or self.prior_precision is not None
         if self.posterior is not None and has_fit_options:
@@ -143,7 +156,13 @@ class Source:
     def columns(self) -> TextColumns:
         """How the rows of DATA are read."""
         return TextColumns(
-            self.text, self.max_length, self.prompt, self.answer, self.loading.online
+            self.text,
+            self.max_length,
+            self.prompt,
+            self.answer,
+            self.loading.online,
+            self.eos,
+            self.beta,
         )
 
     def _tasks_of_texts(
@@ -226,13 +245,15 @@ class Source:
 
 @dataclass(frozen=True)
 class TextColumns:
-    """Which columns of the data hold the texts, and how many tokens of each are read."""
+    """Which columns of the data hold the texts, and how they are read; see ``language_task``."""
 
     text: str | None
     max_length: int | None
     prompt: str | None = None
     answer: str | None = None
     online: bool = False
+    eos: bool | None = None
+    beta: float | None = None
 
     def task_of(self, loaded: Any, data: str, say: Callable[[str], None]) -> Task:
         """Rows of texts as the task of a language model; says how many texts were cut."""
@@ -245,6 +266,8 @@ class TextColumns:
             prompt=self.prompt,
             answer=self.answer,
             max_length=self.max_length,
+            eos=self.eos,
+            beta=self.beta,
             online=self.online,
         )
         n_cut = task.dataset.cut

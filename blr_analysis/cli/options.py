@@ -79,6 +79,23 @@ Length = Annotated[
         rich_help_panel=OF_LANGUAGE_MODELS,
     ),
 ]
+Eos = Annotated[
+    bool | None,
+    typer.Option(
+        "--eos/--no-eos",
+        help="Put the end token behind every text and answer, as TRL's trainers do; if left out, "
+        "as the training's BLRCallback recorded.",
+        rich_help_panel=OF_LANGUAGE_MODELS,
+    ),
+]
+Beta = Annotated[
+    float | None,
+    typer.Option(
+        metavar="B",
+        help="β of preference pairs (DPO); if left out, as recorded, or .1.",
+        rich_help_panel=OF_LANGUAGE_MODELS,
+    ),
+]
 
 
 @dataclass(frozen=True)

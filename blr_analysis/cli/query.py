@@ -70,7 +70,7 @@ def query(
         opened = Index.open(index)
         origin = read_origin(index, places)
         asks_a_script = questions is not None and ".py:" in questions
-        columns = TextColumns(places.text, places.max_length)
+        columns = TextColumns(places.text, places.max_length, eos=places.eos)
         model = IndexedModel(opened, origin, columns, shared.device, say)
         if questions is None:
             return show_behaviour(model, behaviour, request, folder, write)

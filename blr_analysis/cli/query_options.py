@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from blr_analysis.cli.options import Base, Length, Shared, Text
+from blr_analysis.cli.options import Base, Eos, Length, Shared, Text
 from blr_analysis.errors import InputError
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
@@ -107,11 +107,12 @@ class Places:
     base: Base = None
     text: Text = None
     max_length: Length = None
+    eos: Eos = None
 
     @property
     def belong_to_a_language_model(self) -> bool:
         """Whether an option was given that a script's task does not have."""
-        options = (self.model, self.base, self.text, self.max_length)
+        options = (self.model, self.base, self.text, self.max_length, self.eos)
         return any(value is not None for value in options)
 
 
@@ -150,6 +151,6 @@ def check_options(questions: str | None, behaviour: Behaviour, request: Request)
     is_for_texts = ranking.tokens or ranking.hybrid or request.places.belong_to_a_language_model
     if asks_a_script and is_for_texts:
         raise InputError(
-            "--tokens, --hybrid, --model, --base, --text and --max-length belong to a language "
-            "model"
+            "--tokens, --hybrid, --model, --base, --text, --max-length and --eos belong to a "
+            "language model"
         )

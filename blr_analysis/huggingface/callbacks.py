@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,22 @@ from blr_analysis.modes import modes_of
 from blr_analysis.posterior import KroneckerRecorder, Posterior, write_captured
 from blr_analysis.posterior.capture import from_optimizer, reader_of, unwrap
 from blr_analysis.recipe import Recipe
-from blr_analysis.runs import RECIPE, RUN
+from blr_analysis.runs import READING, RECIPE, RUN
 from blr_analysis.sensitivity import Monitor
 from blr_analysis.task import Task
 
 # Arguments of the Trainer whose effect a recipe does not repeat.
-UNREPEATED = ("label_smoothing_factor", "neftune_noise_alpha", "fp16", "bf16")
+UNREPEATED = (
+    "label_smoothing_factor",
+    "label_smoothing",
+    "neftune_noise_alpha",
+    "fp16",
+    "bf16",
+    "packing",
+)
+ID_COLUMNS = ("input_ids", "chosen_ids", "rejected_ids")  # of texts, and of TRL's pairs
+# TRL's names of the losses that a task of a language model has.
+KNOWN_LOSSES = ("nll", "chunked_nll", "sigmoid")
 BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")  # schedules that depend on losses
 RECORDED = "blr_recorded.safetensors"  # in a checkpoint: the sums of recorded factors
 SAVED = "blr_analysis.Monitor"  # the monitor's name among the callbacks in trainer_state.json
@@ -117,6 +127,8 @@ class CheckpointsCallback(RecordedTraining, TrainerCallback):
         """Keep the first weights, or find those of the run that is resumed."""
         if not state.is_world_process_zero:
             return
+        if self.structure is not None and flattens(kwargs["train_dataloader"]):
+            self.record_none("batches pack several texts into one row")
         folder = None if args.save_strategy == "no" else Path(args.output_dir, RUN)
         self.begin(
             kwargs["model"],
@@ -125,10 +137,21 @@ class CheckpointsCallback(RecordedTraining, TrainerCallback):
             steps=state.max_steps,
             folder=folder,
         )
+        if self.checkpoints is not None and self.checkpoints.folder is not None:
+            file = self.checkpoints.folder / READING
+            file.unlink(missing_ok=True)
+            reading = reading_of(args, **kwargs)
+            if reading:
+                _write_record(reading, file)
         recordings = self.checkpoints.recordings if self.checkpoints is not None else None
         recorded = _checkpoint_folder(args, state) / RECORDED
         if recordings is not None and state.global_step > 0 and recorded.exists():
             recordings.resume(recorded, state.global_step)
+
+    def record_none(self, fault: str) -> None:
+        """Record no factors, and warn of it."""
+        warnings.warn(f"no factors are recorded: {fault}", stacklevel=3)
+        self.structure = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the learning rate; not every schedule is a formula of the step."""
@@ -171,8 +194,39 @@ def _write_recipe(recipe: Recipe | None, folder: Path) -> None:
     """Write a recipe that can be written; others are left out."""
     record = None if recipe is None else recipe.record
     if record is not None:
-        with drafted(folder / RECIPE) as draft:
-            draft.write_text(record_text(record), encoding="utf-8")
+        _write_record(record, folder / RECIPE)
+
+
+def _write_record(record: dict[str, Any], file: Path) -> None:
+    with drafted(file) as draft:
+        draft.write_text(record_text(record), encoding="utf-8")
+
+
+def reading_of(
+    args: Any, *, train_dataloader: Any, processing_class: Any = None, **_: Any
+) -> dict[str, Any]:
+    """How a trainer reads its texts: "eos" where the end token ends them, and DPO's "beta"."""
+    reading: dict[str, Any] = {}
+    end_token = getattr(processing_class, "eos_token_id", None)
+    if end_with(train_dataloader, end_token):
+        reading["eos"] = True
+    beta = getattr(args, "beta", None)
+    if isinstance(beta, float) and beta > 0:
+        reading["beta"] = beta
+    return reading
+
+
+def end_with(loader: Any, token: int | None) -> bool:
+    """Whether a token stands at the end of texts, as the first two of them show."""
+    n_data = length_of(loader)
+    if token is None or not n_data:
+        return False
+    with torch.random.fork_rng(devices=[]):
+        rows = [loader.dataset[i] for i in range(min(2, n_data))]
+    if not all(isinstance(row, Mapping) for row in rows):
+        return False
+    texts = [row[name] for row in rows for name in ID_COLUMNS if name in row]
+    return bool(texts) and all(len(ids) > 0 and int(ids[-1]) == token for ids in texts)
 
 
 def _recipe(
@@ -195,6 +249,7 @@ def _recipe(
     """
     microbatch = getattr(state, "train_batch_size", None) or args.train_batch_size
     missing = [name for name in UNREPEATED if getattr(args, name, None)]
+    missing += [f"loss_type={name}" for name in losses_of(args) if name not in KNOWN_LOSSES]
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     factors = factors_of(lr_scheduler, step)
     if factors is None and (recorded_factors is None or schedule in BY_EVALUATION):
@@ -210,6 +265,12 @@ def _recipe(
         n_data=length_of(train_dataloader),
         missing=missing,
     )
+
+
+def losses_of(args: Any) -> list[str]:
+    """The names of the losses in the arguments of TRL's trainers; none in those of others."""
+    names = getattr(args, "loss_type", None) or []
+    return [names] if isinstance(names, str) else list(names)
 
 
 class BLRCallback(CheckpointsCallback):
@@ -242,8 +303,7 @@ class BLRCallback(CheckpointsCallback):
         if self.structure is not None:
             fault = fault_of_recording(kwargs["model"], kwargs["train_dataloader"])
             if fault:
-                warnings.warn(f"no factors are recorded: {fault}", stacklevel=2)
-                self.structure = None
+                self.record_none(fault)
         super().on_train_begin(args, state, control, **kwargs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -354,6 +414,32 @@ class MonitorCallback(MonitoredTraining, TrainerCallback):
         state.stateful_callbacks[SAVED] = json.dumps(monitor_state, default=Tensor.tolist)
 
 
+def flattens(loader: Any) -> bool:
+    """Whether a loader packs several examples into one row, as two of them show."""
+    n_data = length_of(loader)
+    if n_data is None or n_data < 2:
+        return False
+    with torch.random.fork_rng(devices=[]):
+        batch = loader.collate_fn([loader.dataset[i] for i in range(2)])
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return isinstance(ids, Tensor) and len(ids) == 1
+
+
+def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """The loss that a model computes of a batch.
+
+    Raises:
+        ModelError: it computes none; the trainer has a loss of its own, as for DPO.
+    """
+    try:
+        loss = model(**batch)["loss"]
+    except (KeyError, TypeError):
+        loss = None
+    if loss is None:
+        raise ModelError("the model computes no loss of a batch, the trainer does")
+    return loss
+
+
 def fault_of_recording(model: nn.Module, loader: Any) -> str:
     """Why factors cannot be recorded, as a forward and backward pass of two examples shows.
 
@@ -373,7 +459,7 @@ def fault_of_recording(model: nn.Module, loader: Any) -> str:
             for module in model.modules():
                 module.training = not isinstance(module, _NormBase)  # running statistics stay
             recorder = KroneckerRecorder(unwrapped(model), every=1)
-            model(**batch)["loss"].backward()
+            loss_of(model, batch).backward()
             recorder.state_dict()
     except ModelError as error:
         return str(error)

@@ -127,6 +127,8 @@ class Pretrained:
         pad_id: the token that fills up short rows of a batch.
         inputs: the tokenizer's outputs that the model takes.
         longest: tokens that the model can read of one text.
+        closing: the end token, which is put behind texts and answers that do not end with it; "":
+            nothing is put there.
     """
 
     folder: Path
@@ -137,6 +139,7 @@ class Pretrained:
     pad_id: int
     inputs: tuple[str, ...]
     longest: int
+    closing: str = ""
 
     @property
     def likelihood(self) -> str:

@@ -5,8 +5,9 @@ The loss of a pair is that of Rafailov et al. (2023), eq. 7,
     ℓ_i = −log σ(z_i),   z_i = β (log π(y_w|x) − log π_ref(y_w|x) − log π(y_l|x) + log π_ref(y_l|x))
 
 Here y_w is the chosen and y_l the rejected answer. This is the loss of a Bernoulli likelihood with
-one output z_i and target 1. π_ref is the model before training: an adapter's base, or the first
-weights of the training.
+one output z_i and target 1. π_ref is the model before training: the first weights that
+``CheckpointsCallback`` kept, or else an adapter's base. Both are what TRL's ``DPOTrainer`` takes,
+the first where the training began with an adapter that had learned something.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from blr_analysis.huggingface.tokens import (
     metadata_of,
 )
 from blr_analysis.runs import training_of
+from blr_analysis.snapshots import checked_state
 from blr_analysis.task import Task
 
 PAIR = ("chosen", "rejected")
@@ -218,23 +220,29 @@ def _model_before(model: Any, recipe: Any) -> Any:
     Raises:
         InputError: these weights are not known.
     """
-    if hasattr(model, "disable_adapter"):
-        return model.disable_adapter
     first_weights = None if recipe is None else recipe.initial
+    if first_weights is None and hasattr(model, "disable_adapter"):
+        return model.disable_adapter
     if first_weights is None:
         raise InputError(
             "pairs of chosen and rejected need the model before training: use an adapter, or "
             "train with CheckpointsCallback, which keeps the first weights"
         )
 
+    first_weights = checked_state(first_weights, model, "the first weights")
+
     @contextmanager
     def at_first_weights() -> Iterator[None]:
-        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        weights = {
+            name: value.clone()
+            for name, value in model.state_dict().items()
+            if name in first_weights
+        }
         try:
             model.load_state_dict(first_weights, strict=False)
             yield
         finally:
-            model.load_state_dict(weights)
+            model.load_state_dict(weights, strict=False)
 
     return at_first_weights
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from blr_analysis.checks import positive_int
+from blr_analysis.checks import positive_int, positive_number
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.huggingface.chats import Ids, ids_of, turns_of
 from blr_analysis.huggingface.data import places_of, read_rows, text_columns
 from blr_analysis.huggingface.models import Pretrained
-from blr_analysis.huggingface.preferences import PAIR, preference_task
+from blr_analysis.huggingface.preferences import BETA, PAIR, preference_task
 from blr_analysis.huggingface.tokens import (
     Encoded,
     Tokens,
@@ -26,7 +27,7 @@ from blr_analysis.huggingface.tokens import (
     encoded_turns,
     metadata_of,
 )
-from blr_analysis.runs import training_of
+from blr_analysis.runs import reading_in, training_of
 from blr_analysis.task import Task
 
 MESSAGES = ("messages", "conversations", "conversation")
@@ -80,6 +81,8 @@ def language_task(
     prompt: str | None = None,
     answer: str | None = None,
     max_length: int | None = None,
+    eos: bool | None = None,
+    beta: float | None = None,
     online: bool = False,
 ) -> Task:
     """The task of a language model on texts, prompts with answers, or conversations.
@@ -104,11 +107,17 @@ def language_task(
         prompt, answer: the columns of prompts and of answers, where they have other names.
         max_length: longer rows are cut to so many tokens; None: no row is cut, and a row that is
             longer than the model reads is an error.
+        eos: put the tokenizer's end token behind every text and answer, as TRL's trainers do; None:
+            if the training did so, as its ``CheckpointsCallback`` recorded. Messages end as the
+            chat template ends them.
+        beta: β of the loss of preference pairs; None: the training's, where it is recorded, or
+            else 0.1, as in TRL.
         online: fetch data from the Hub where no file or folder of their name is on this machine.
 
     Raises:
         InputError: the model is no causal language model, or reads fewer tokens than
-            ``max_length``.
+            ``max_length``; ``eos`` is asked for, and the tokenizer has no end token; ``beta``
+            is not positive, or given for rows that are no pairs.
         DataError: the file or its columns cannot be read; a text or answer is empty; a row is too
             long, or its prompt leaves no room for its answer; the model lacks a token; the chat
             template refuses the messages.
@@ -118,18 +127,36 @@ def language_task(
         raise InputError(f"{str(loaded.folder)!r} is no causal language model: give its Task")
     if max_length is not None:
         read_length(loaded, max_length)
+    if beta is not None:
+        positive_number("beta", beta)
+    reading = reading_in(loaded.folder)
+    if eos is None:
+        eos = reading.get("eos", False)
+    if eos:
+        loaded = with_end_token(loaded)
     table, place = read_rows(data, online=online)
     if (prompt is None) != (answer is None):
         raise InputError("prompt= and answer= (--prompt, --answer) go together")
     has_preference_pairs = set(PAIR) <= set(table)
     names_columns = text is not None or prompt is not None
     if has_preference_pairs and not names_columns:
-        return preference_task(loaded, table, place, max_length=max_length)
+        beta = beta or reading.get("beta", BETA)
+        return preference_task(loaded, table, place, max_length=max_length, beta=beta)
+    if beta is not None:
+        raise InputError(f"beta (--beta) belongs to pairs, {place} has no chosen and rejected")
     if prompt is not None and answer is not None:
         table = _with_usual_names(table, place, prompt, answer)
     texts = read_tokens(loaded, table, place, text, max_length)
     metadata = metadata_of(table, texts.columns, texts.words)
     return texts.tokens.task(loaded, metadata=metadata, **training_of(loaded.folder))
+
+
+def with_end_token(loaded: Pretrained) -> Pretrained:
+    """The same model, whose texts and answers end with the tokenizer's end token."""
+    end_token = loaded.tokenizer.eos_token
+    if end_token is None:
+        raise InputError("the tokenizer has no end token: set eos_token, or leave eos (--eos) out")
+    return replace(loaded, closing=end_token)
 
 
 def _with_usual_names(table: Any, place: str, prompt: str, answer: str) -> Any:

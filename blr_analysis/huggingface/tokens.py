@@ -135,6 +135,9 @@ def encoded_turns(
 def encoded_answer(loaded: Pretrained, prompt: str, answer: str) -> dict[str, Ids]:
     """The ids of a prompt with its answer; the answer's tokens are the labels."""
     row = ids_of(loaded, prompt + answer)
+    is_closed = row["input_ids"][-1:] == [loaded.tokenizer.eos_token_id]
+    if loaded.closing and not is_closed:
+        row = ids_of(loaded, prompt + answer + loaded.closing)
     start = common_start(ids_of(loaded, prompt)["input_ids"], row["input_ids"])
     return labelled(row, [(start, len(row["input_ids"]))])
 

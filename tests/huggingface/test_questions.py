@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 import tiny_transformers as tiny
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 import blr_analysis as blr
 from blr_analysis.errors import BLRError, DataError, InputError, ModelError, StorageError
+from blr_analysis.files.headers import record_text
 from blr_analysis.huggingface.models import load_language_model, load_model
 from blr_analysis.huggingface.questions import language_task
 
@@ -192,6 +195,66 @@ def test_a_pair_has_the_loss_of_dpo(form: str, adapter: Path, tmp_path: Path) ->
     check_fisher(task, model, losses)
 
 
+def test_the_reference_is_what_training_began_with(adapter: Path, tmp_path: Path) -> None:
+    """An adapter that had learned something, and is no zero change of its base."""
+    folder = Path(shutil.copytree(adapter, tmp_path / "adapter"))
+    model: Any = load_language_model(folder, dtype="float32").model
+    first_weights = {n: p.detach() / 2 for n, p in model.named_parameters() if p.requires_grad}
+    (folder / "_run").mkdir()
+    save_file(first_weights, folder / "_run" / "step-00000000.safetensors")
+    recipe = blr.Recipe("adamw", lr=0.1, epochs=1, batch_size=2)
+    (folder / "_run" / "recipe.json").write_text(record_text(recipe.record))
+    loaded = load_language_model(folder, dtype="float32")
+    task = language_task(loaded, written(tmp_path / "pairs.jsonl", PAIRS))
+    for name, p in loaded.model.named_parameters():
+        if name in first_weights:
+            torch.testing.assert_close(
+                p.detach(), 2 * first_weights[name]
+            )  # the model is as it was
+
+    model.load_state_dict(first_weights, strict=False)
+    for pair, actual in zip(PAIRS, task.dataset.references, strict=True):
+        chosen, rejected = (
+            log_probability(model, pair["prompt"] + pair[name], len(pair["prompt"].split()))
+            for name in ("chosen", "rejected")
+        )
+        assert actual == pytest.approx(float(chosen - rejected), rel=1e-4)
+
+
+def test_beta_scales_the_margin_of_a_pair(adapter: Path, tmp_path: Path) -> None:
+    loaded = load_language_model(adapter, dtype="float32")
+    file = written(tmp_path / "pairs.jsonl", PAIRS)
+    margins = {}
+    for beta in (0.1, 0.7):
+        task = language_task(loaded, file, beta=beta)
+        outputs, _ = task.at(task.parameters()).run(torch.arange(2))
+        margins[beta] = outputs / beta
+    torch.testing.assert_close(margins[0.1], margins[0.7])
+
+
+@pytest.mark.parametrize("form", ["text", "answer", "pair"])
+def test_the_end_token_stands_behind_texts_and_answers(
+    form: str, adapter: Path, tmp_path: Path
+) -> None:
+    """Once: rows that end with it already stay as they are."""
+    row, ends = {
+        "text": ({"text": "the film was good"}, ["text"]),
+        "answer": ({"prompt": "the film", "answer": " was good"}, ["answer"]),
+        "pair": (PAIRS[0], ["chosen", "rejected"]),
+    }[form]
+    closed_row = {**row, **{name: row[name] + "[SEP]" for name in ends}}
+    loaded = load_language_model(adapter, dtype="float32")
+    loaded.tokenizer.eos_token = "[SEP]"
+    file = written(tmp_path / "rows.jsonl", [row, closed_row])
+    losses = {}
+    for eos in (False, True):
+        task = language_task(loaded, file, eos=eos)
+        outputs, targets = task.at(task.parameters()).run(torch.arange(2))
+        losses[eos] = task.likelihood.nll(outputs, targets)
+    torch.testing.assert_close(losses[True], losses[False][1].repeat(2))
+    assert abs(losses[False][0] - losses[False][1]) > 1e-6
+
+
 def check_fisher(task: blr.Task, model: Any, losses: list[Tensor]) -> None:
     """The sum of squared gradients, each of an example by itself."""
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -306,6 +369,25 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], Any], type[BLRError], str]] = {
         lambda llm, p: split_read(llm, p, "train[a:b]"),
         DataError,
         "names no rows(?!.*UTF-8).*the splits are 'train'$",
+    ),
+    "no end token": (
+        lambda llm, p: language_task(
+            load_model(llm), written(p / "d.jsonl", [{"text": "the film"}]), eos=True
+        ),
+        InputError,
+        "no end token.*--eos",
+    ),
+    "beta of texts": (
+        lambda llm, p: language_task(
+            load_model(llm), written(p / "d.jsonl", [{"text": "the film"}]), beta=0.3
+        ),
+        InputError,
+        "belongs to pairs",
+    ),
+    "beta": (
+        lambda llm, p: language_task(load_model(llm), written(p / "d.jsonl", PAIRS), beta=0.0),
+        InputError,
+        "beta must be",
     ),
     "pairs without the model before": (
         lambda llm, p: rows_read(llm, p, PAIRS[0]),

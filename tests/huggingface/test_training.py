@@ -4,6 +4,7 @@ weights, precisions for merging, a folder that becomes a task, a script with two
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import shutil
 import warnings
@@ -18,7 +19,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError, OptimizerError
@@ -30,7 +36,6 @@ from blr_analysis.huggingface import (
     IVONTrainer,
     MonitorCallback,
     TrainerPrecision,
-    VariationalTrainer,
 )
 from blr_analysis.huggingface.models import load_language_model
 from blr_analysis.huggingface.questions import language_task
@@ -466,63 +471,6 @@ def test_recorded_factors_go_on_after_a_resumption(tmp_path: Path, has_sums: boo
     assert has_sums or bool(last.form.diagonal()[next(iter(last.mean))].isfinite().all())
 
 
-@pytest.mark.slow
-def test_trls_trainer_leaves_the_same(tmp_path: Path) -> None:
-    """With a callback, and with draws of the weights."""
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-    tokenizer = tiny.tokenizer(pairs=False, segments=False)
-    tokenizer.eos_token = "[SEP]"
-    texts = tiny.sentences(N, low=4)
-    arguments: dict[str, Any] = {
-        "num_train_epochs": 8,
-        "save_steps": 4,
-        "per_device_train_batch_size": 3,
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "logging_strategy": "no",
-        "bf16": False,
-        "max_length": 16,
-    }
-
-    def trained(
-        kind: Any, folder: Path, rate: float, *callbacks: TrainerCallback, draws: bool
-    ) -> Any:
-        model = peft.get_peft_model(tiny.build("llama", "causal_lm"), config)
-        weights = [p for p in model.parameters() if p.requires_grad]
-        optimizer = blr.IVON(weights, lr=rate, ess=N) if draws else None
-        run = kind(
-            model,
-            trl.SFTConfig(str(folder), learning_rate=rate, **arguments),
-            train_dataset=datasets.Dataset.from_list([{"text": text} for text in texts]),
-            eval_dataset=datasets.Dataset.from_list([{"text": text} for text in texts]),
-            processing_class=tokenizer,
-            callbacks=[*callbacks],
-            optimizers=(optimizer, None),
-        )
-        run.train()
-        return run
-
-    callback = BLRCallback(prior_precision=1.0)
-    trained(trl.SFTTrainer, tmp_path / "plain", 1e-3, callback, draws=False)
-    q = callback.posterior()
-    assert q.structure == "kron"
-    assert len(q.earlier) == 3
-    assert callback.recipe is not None
-    assert callback.recipe.optimizer == "adamw"
-
-    class Drawing(VariationalTrainer, trl.SFTTrainer):
-        pass
-
-    run = trained(Drawing, tmp_path / "drawn", 0.1, draws=True)
-    actual = run.evaluate(draws=2)
-    assert actual["eval_perplexity"] == pytest.approx(math.exp(actual["eval_loss"]), rel=1e-3)
-    assert actual["eval_averaged_loss"] > 0
-
-
 def test_a_model_that_cannot_be_recorded_is_trained_all_the_same(tmp_path: Path) -> None:
     """Positions of BERT stand once for all examples."""
     callback = BLRCallback()
@@ -535,8 +483,49 @@ def test_a_model_that_cannot_be_recorded_is_trained_all_the_same(tmp_path: Path)
         callback.posterior()
 
 
-def test_curves_of_a_monitor_go_through_the_log(tmp_path: Path) -> None:
-    """To every callback that reports, of IVONTrainer by itself."""
+@pytest.mark.parametrize("has_end_token", [True, False])
+def test_texts_are_read_as_the_training_read_them(has_end_token: bool, tmp_path: Path) -> None:
+    """With the end token behind them, where the trainer put it there."""
+    tokenizer = tiny.tokenizer(pairs=False, segments=False)
+    tokenizer.eos_token = "[SEP]"
+    end = [tokenizer.eos_token_id] * has_end_token
+    texts = tiny.sentences(N, low=3, high=3)
+    rows: Any = [
+        {"input_ids": ids + end, "labels": ids + end} for ids in tokenizer(texts).input_ids
+    ]
+    model = tiny.build("llama", "causal_lm")
+    run = prepared(tmp_path, model, CheckpointsCallback(), kind=Trainer, data=rows)
+    run.callback_handler.processing_class = tokenizer
+    run.train()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    file = tmp_path / "texts.jsonl"
+    file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    task = language_task(load_language_model(tmp_path), file)
+    assert [row["labels"] for row in task.dataset.rows] == [row["labels"] for row in rows]
+    other = language_task(load_language_model(tmp_path), file, eos=not has_end_token)
+    assert [row["labels"] for row in other.dataset.rows] != [row["labels"] for row in rows]
+
+
+@pytest.mark.parametrize("kind", [BLRCallback, CheckpointsCallback])
+def test_no_factors_are_recorded_of_texts_in_one_row(kind: Any, tmp_path: Path) -> None:
+    """Their number is not the number of rows."""
+    callback = kind(structure="kron")
+    rows: Any = [{"input_ids": ids} for ids in IDS.tolist()]
+    model = tiny.build("llama", "causal_lm")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" not in name)  # norms of root mean squares have no rule
+    run = prepared(tmp_path, model, callback, kind=Trainer, data=rows, optim="adamw_torch")
+    run.data_collator = DataCollatorWithFlattening()
+    with pytest.warns(UserWarning, match="no factors are recorded: .*several texts into one row"):
+        run.train()
+    assert callback.checkpoints.recordings is None
+    assert callback.recipe is not None
+
+
+@pytest.mark.parametrize("kind", [IVONTrainer, Trainer])
+def test_curves_of_a_monitor_go_through_the_log(kind: type[Trainer], tmp_path: Path) -> None:
+    """To every callback that reports; of other trainers than IVONTrainer with their ``log``."""
     logs: list[dict[str, float]] = []
 
     class Reporter(TrainerCallback):
@@ -545,7 +534,10 @@ def test_curves_of_a_monitor_go_through_the_log(tmp_path: Path) -> None:
 
     model = bert()
     monitor = blr.Monitor(blr.Task(model, DATA), examples=4)
-    run = prepared(tmp_path, model, Reporter(), MonitorCallback(monitor), save_strategy="no")
+    callback = MonitorCallback(monitor)
+    run = prepared(tmp_path, model, Reporter(), callback, kind=kind, save_strategy="no")
+    if kind is Trainer:
+        callback.log = run.log
     run.train()
     rows = [row for row in logs if "loo_nll" in row]
     assert [row["loo_nll"] for row in rows] == monitor.table["loo_nll"].tolist()
