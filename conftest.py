@@ -10,22 +10,34 @@ from pathlib import Path
 from pkgutil import walk_packages
 
 import pytest
-import torch
-
-import blr_analysis
 
 LIMIT = 5.0  # twice and more what a fast test may take where nothing else runs: 2 s
 # What the package and torch import when something is first used.
 LAZY = ("matplotlib.figure", "pandas", "scipy.optimize", "scipy.special")
 LAZY += ("sklearn.datasets", "sklearn.linear_model", "sklearn.pipeline")
-PACKAGES = [found.name for found in walk_packages(blr_analysis.__path__, "blr_analysis.")]
 
 gc.disable()  # what is imported to collect the tests stays: no need to look for garbage in it
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Import the packages, but in the process that only hands tests to others."""
+    is_worker = hasattr(config, "workerinput")
+    if config.getoption("numprocesses", None) and not is_worker:
+        return
+    import torch
+
+    import blr_analysis
+
+    _ = [*walk_packages(blr_analysis.__path__, "blr_analysis.")]  # it imports each of them
+    if is_worker:  # workers share the cores among them
+        torch.set_num_threads(1)
 
 
 def pytest_collection_finish() -> None:
     """Some packages are imported when they are first used, and torch imports much at the first
     comparison and at the first ``torch.func.grad``: no test's time includes these seconds."""
+    import torch
+
     for name in LAZY:
         import_module(name)
     torch.testing.assert_close(torch.zeros(1), torch.zeros(1))
@@ -33,10 +45,6 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-
-
-if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores among them
-    torch.set_num_threads(1)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -13,23 +13,31 @@ import pytest
 import ranked
 import tiny_transformers as tiny
 import torch
+from ranked_ends import SHARD, network
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
 
 import blr_analysis as blr
+from blr_analysis.sensitivity.index import stored
 
 TESTS = Path(__file__).parent
 Said = subprocess.CompletedProcess[str]
 
 
-def launched(count: int, *argv: object) -> Said:
-    """The script in so many processes of one thread."""
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an index, as the processes write them."""
+    monkeypatch.setattr(stored, "SHARD", SHARD)
+
+
+def launched(count: int, script: str, *argv: object) -> Said:
+    """A script of tests/support in so many processes of one thread."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
     path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     how: dict[str, Any] = {"env": env, "capture_output": True, "text": True, "timeout": 240}
-    script = [sys.executable, *torchrun, TESTS / "support" / "ranked.py", *argv]
-    return subprocess.run(list(map(str, script)), check=False, **how)
+    command = [sys.executable, *torchrun, TESTS / "support" / script, *argv]
+    return subprocess.run(list(map(str, command)), check=False, **how)
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +60,18 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory, texts: tuple[Path, Path]) -> tuple[Path, Said]:
-    """What two processes left behind, and said, the second of which dies in the end."""
+    """What two processes left behind, and said."""
     place = tmp_path_factory.mktemp("two")
-    task = ranked.network()
-    q = blr.fit_laplace(task, structure="diag", prior_precision=2.0)
+    return place, launched(2, "ranked.py", place, *texts)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Said]:
+    """What two processes left behind, and said, the second of which dies in the end."""
+    place = tmp_path_factory.mktemp("ended")
+    q = blr.fit_laplace(network(), structure="diag", prior_precision=2.0)
     q.save(place / "q.safetensors")
-    said = launched(2, place, *texts)
+    said = launched(2, "ranked_ends.py", place)
     (place / "ended").touch()
     return place, said
 
@@ -86,12 +100,14 @@ def test_two_processes_give_the_numbers_of_one(two: tuple[Path, Said], alone: An
 
 @pytest.mark.slow
 def test_four_processes(tmp_path: Path, alone: dict[str, Any]) -> None:
-    all_agree(4, tmp_path, launched(4, tmp_path), alone)
+    all_agree(4, tmp_path, launched(4, "ranked.py", tmp_path), alone)
 
 
-def test_refused_on_all_ranks(two: tuple[Path, Said]) -> None:
+def test_refused_on_all_ranks(ended: tuple[Path, Said]) -> None:
+    place, said = ended
     for rank in range(2):
-        *sharded, few, one, other = torch.load(two[0] / f"rank{rank}.pt")["refusals"]
+        assert (place / f"rank{rank}.pt").is_file(), said.stderr
+        *sharded, few, one, other = torch.load(place / f"rank{rank}.pt")
         assert len(sharded) == 2
         assert all("sharded" in words for words in sharded)
         assert "2 ranks for 1 examples" in few
@@ -117,19 +133,19 @@ def test_commands_write_once_what_one_process_writes(
 
 
 def test_a_rank_that_dies_ends_the_others_and_the_next_run_goes_on(
-    two: tuple[Path, Said], tmp_path: Path
+    ended: tuple[Path, Said], tmp_path: Path
 ) -> None:
-    place, said = two
+    place, said = ended
     assert said.returncode != 0
     # torchrun may end the other one before it has said so itself
     assert said.stderr.count("BLRError: another rank is gone") <= 1
     assert "SIGKILL" in said.stderr
     left = sorted(place.glob("begun/gradients*"))
-    begun, ended = ((place / name).stat().st_mtime for name in ("rank1.pt", "ended"))
+    begun, end = ((place / name).stat().st_mtime for name in ("rank1.pt", "ended"))
     assert left
-    assert ended - begun < 60
+    assert end - begun < 60
     then = [p.stat().st_mtime_ns for p in left]
-    task = ranked.network()
+    task = network()
     q = blr.Posterior.load(place / "q.safetensors")
     index = blr.Index.build(task, q, place / "begun")
     assert [p.stat().st_mtime_ns for p in left] == then

@@ -174,8 +174,11 @@ TASKS: dict[str, tuple[Any, Tensor, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", TASKS)
-@pytest.mark.parametrize("structure", ["full", "kron", "diag", "lowrank"])
+PAIRS = [(name, "full") for name in TASKS]
+PAIRS += [("class weights", structure) for structure in ("kron", "diag", "lowrank")]
+
+
+@pytest.mark.parametrize(("name", "structure"), PAIRS)
 def test_every_analysis_takes_the_loss(name: str, structure: str) -> None:
     """Left-out outputs against the dense formula; the rest answers with finite numbers."""
     task = small(*TASKS[name])

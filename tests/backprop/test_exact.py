@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from zoo import CASES
 from blr_analysis import sensitivity
 from blr_analysis.backprop import plan
 from blr_analysis.posterior import Posterior
+from blr_analysis.sensitivity.results import Scores
 from blr_analysis.task import Task
 
 STRUCTURES = ("diag", "kron", "full")
@@ -132,6 +134,14 @@ def test_nothing_is_kept_of_a_model_that_changed(change: str) -> None:
     )
 
 
+@cache
+def scored(name: str, structure: str) -> tuple[Posterior, Scores]:
+    """A posterior of a case, and its scores, computed once."""
+    task, _, _ = example(name)
+    q = fit_at_rest(task, structure=structure, prior_precision=0.7)
+    return q, sensitivity(task, q)
+
+
 # "full" keeps the Jacobians as they are, which the test above compares for every case
 @pytest.mark.parametrize(
     ("name", "structure"),
@@ -140,7 +150,7 @@ def test_nothing_is_kept_of_a_model_that_changed(change: str) -> None:
 def test_variances_and_curvature_sums(name: str, structure: str) -> None:
     """S = δ + Σ J'ΛJ in the structure; V = J Σ J'; e; g'Σg from one backward pass; leverage."""
     task, jacobian, ggn = example(name)
-    q = fit_at_rest(task, structure=structure, prior_precision=0.7)
+    q, scores = scored(name, structure)
     size = jacobian.shape[-1]
     unit = unflatten(torch.eye(size, dtype=jacobian.dtype), q.mean)
     dense = projected(q.form, ggn) + 0.7 * torch.eye(size, dtype=ggn.dtype)
@@ -148,7 +158,6 @@ def test_variances_and_curvature_sums(name: str, structure: str) -> None:
 
     sigma = torch.linalg.inv(dense)
     variance = torch.einsum("ncp,pq,ndq->ncd", jacobian, sigma, jacobian)
-    scores = sensitivity(task, q)
     error = _autograd_error(task)
     assert relative(scores.error, error) < EXACT
     assert relative(scores.variance, variance) < EXACT
@@ -172,8 +181,7 @@ def _autograd_error(task: Task) -> Tensor:
 def test_float32(name: str) -> None:
     """The same plan in single precision, and numbers that agree to single precision."""
     task, _, _ = example(name)
-    q = fit_at_rest(task, structure="diag", prior_precision=0.7)
-    double = sensitivity(task, q)
+    q, double = scored(name, "diag")
     with seeded(0):
         case = CASES[name]()
     inputs = tree_map(lambda x: x.float() if x.is_floating_point() else x, case.inputs)

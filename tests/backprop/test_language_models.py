@@ -124,8 +124,9 @@ def test_a_tied_table_is_never_made_for_each_example() -> None:
     assert set(read.values()) == {"embedding", "linear", "norm"}
 
 
-@pytest.mark.parametrize("structure", ["diag", "kron", "lowrank"])
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("structure", "dtype"), [("diag", HALVES[0]), ("kron", HALVES[1]), ("lowrank", HALVES[1])]
+)
 def test_half_precision_is_single_precision_up_to_rounding(
     dtype: torch.dtype, structure: str
 ) -> None:

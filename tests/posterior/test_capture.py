@@ -222,6 +222,7 @@ class TestSecondMoments(CaptureContract):
         assert "v_hat" in q.record["definition"]
 
 
+DRAWS = 200
 SETTINGS: dict[str, Any] = {"lr": 0.01, "ess": N, "weight_decay": DECAY, "hess_init": 0.3}
 LEARNED: dict[str, tuple[Callable[[Any, nn.Module], Any], str]] = {
     "VOGN": (lambda g, m: VOGN(g, model=m, **SETTINGS), "vogn"),
@@ -262,15 +263,15 @@ class TestLearned(CaptureContract):
         q = Posterior.from_optimizer(optimizer, model)
         x = torch.eye(3, dtype=torch.float64)
         task = Task(model, (x, torch.zeros(3).long()))
-        ours = q.predict(task, draws=600).mean
+        ours = q.predict(task, draws=DRAWS).mean
         total = torch.zeros(3, 2, dtype=torch.float64)
         squares = torch.zeros(3, 2, dtype=torch.float64)
-        for _ in range(600):
+        for _ in range(DRAWS):
             with optimizer.sampled_params(), torch.no_grad():
                 p = model(x).softmax(-1)
-            total += p / 600
-            squares += p.square() / 600
-        error = ((squares - total.square()) * 2 / 600).sqrt()
+            total += p / DRAWS
+            squares += p.square() / DRAWS
+        error = ((squares - total.square()) * 2 / DRAWS).sqrt()
         assert ours is not None
         assert ((ours - total).abs() < 5 * error).all()
 

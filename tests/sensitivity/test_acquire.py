@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import blr_analysis as blr
 from blr_analysis.errors import InputError
 
-DRAWS = 4000
+DRAWS = 1000
 
 
 def linear(n: int = 12) -> tuple[Tensor, blr.Posterior, nn.Linear]:

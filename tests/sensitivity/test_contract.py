@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import pytest
@@ -115,7 +115,7 @@ class AnalysisContract:
 
     @pytest.fixture(params=STRUCTURES)
     def world(self, request: pytest.FixtureRequest) -> World:
-        return World(self, request.param)
+        return world_of(type(self), request.param)
 
     def test_sensitivity(self, world: World) -> None:
         scores = blr.sensitivity(world.task, world.given)
@@ -339,6 +339,12 @@ class World:
     @staticmethod
     def close(actual: Any, truth: Tensor) -> None:
         torch.testing.assert_close(torch.as_tensor(actual), truth, rtol=1e-8, atol=1e-10)
+
+
+@cache
+def world_of(contract: type[AnalysisContract], structure: str) -> World:
+    """One for all tests of a contract, which leave it as it is."""
+    return World(contract(), structure)
 
 
 class TestClassesAlone(AnalysisContract):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +10,7 @@ from unittest import mock
 import torch
 from matplotlib.figure import Figure
 from models import mlp
+from ranked_ends import SHARD, N, network
 from tiny_lm import sequences, task_of, tiny_lm
 from torch import nn
 from torch.distributed import checkpoint as dcp
@@ -23,26 +21,13 @@ from blr_analysis import ranks
 from blr_analysis.backprop.hessian import Hessian
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.cli import main
-from blr_analysis.errors import BLRError
 from blr_analysis.files import storage
-from blr_analysis.posterior import KroneckerRecorder, write_captured
+from blr_analysis.posterior import write_captured
 from blr_analysis.posterior.capture import from_optimizer
 from blr_analysis.ranks import whole
-from blr_analysis.sensitivity.index import build, stored
+from blr_analysis.sensitivity.index import stored
 
 checkpoint: Any = dcp  # torch does not declare its names
-N = 23  # neither two nor four divide it
-stored.SHARD = 5  # two ranks share the last shard
-
-
-def network(n: int = N, seed: int = 0) -> blr.Task:
-    """A small classifier in double precision."""
-    source = torch.Generator().manual_seed(seed)
-    X = torch.randn(n, 4, dtype=torch.float64, generator=source)
-    y = torch.arange(n) % 3
-    model = mlp().double()
-    model = nn.parallel.DistributedDataParallel(model) if ranks.count() > 1 else model
-    return blr.Task(model, (X, y), batch_size=4)
 
 
 def answers(folder: Path) -> dict[str, Any]:
@@ -130,25 +115,6 @@ def of_pieces(folder: Path) -> dict[str, Any]:
     return actual
 
 
-def refusals() -> list[str]:
-    """The messages for a sharded model (by a recorder and by a task), for too few examples, for
-    fewer examples than on other ranks, and for other data than theirs."""
-    model = fully_shard(mlp())
-    messages = []
-    calls: list[Any] = [
-        lambda: KroneckerRecorder(model),
-        lambda: blr.Task(model, (torch.zeros(2, 4), torch.zeros(2).long())),
-    ]
-    for task in (network(1), network(N - ranks.rank()), network(seed=ranks.rank())):
-        calls.append(partial(blr.fit_laplace, task, structure="diag", prior_precision=1.0))
-    for call in calls:
-        try:
-            call()
-        except BLRError as error:
-            messages.append(str(error))
-    return messages
-
-
 def commands(folder: Path, model: Path, data: Path) -> list[int]:
     """The exit codes of the commands that ranks share."""
     inputs = (str(model), str(data))
@@ -161,30 +127,12 @@ def commands(folder: Path, model: Path, data: Path) -> list[int]:
         ]
 
 
-def dies(folder: Path) -> None:
-    """A build whose second rank is killed at its second file."""
-    write = build.write_shard
-    files = []
-
-    def written(*args: Any) -> None:
-        files.append(args[-1])
-        if ranks.rank() == 1 and len(files) == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(*args)
-
-    build.write_shard = written
-    q = blr.Posterior.load(folder / "q.safetensors")
-    blr.Index.build(network(), q, folder / "begun")
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    stored.SHARD = SHARD
     place, *texts = map(Path, sys.argv[1:])
     with ranks.opened():
         actual = {"answers": answers(place) | of_pieces(place)}
         if texts:
-            actual["refusals"] = refusals()
             actual["codes"] = commands(place, *texts)
         torch.save(actual, place / f"rank{ranks.rank()}.pt")
-        if texts:
-            dies(place)

@@ -130,7 +130,11 @@ CASES = {
         iterations=None,
     ),
     "online Newton": Case(
-        inf.OnlineNewton(normal(3), squared, 0.3).fit, (X, REAL), bound=False, iterations=None
+        inf.OnlineNewton(normal(3), squared, 0.3).fit,
+        (X, REAL),
+        steps=2,
+        bound=False,
+        iterations=None,
     ),
     **{
         f"EM, {kind}": Case(started(inf.GaussianMixtureEM(2, kind, 1e-9)), CLUSTERS, adds_up=None)

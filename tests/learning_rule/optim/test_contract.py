@@ -151,7 +151,7 @@ def test_microbatches_make_one_minibatch(name: str) -> None:
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize(("unscale", "draws"), [(False, 1), (True, 1), (False, 2), (True, 2)])
+@pytest.mark.parametrize(("unscale", "draws"), [(False, 1), (True, 2)])
 @pytest.mark.parametrize("name", but(*BY_CLOSURE))
 def test_a_loss_scale_changes_nothing(name: str, unscale: bool, draws: int) -> None:
     """Powers of two change no bit of a product. Rows that cannot take one say so."""
@@ -178,7 +178,7 @@ def test_a_loss_scale_changes_nothing(name: str, unscale: bool, draws: int) -> N
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, "restore"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, "restore"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_mean_comes_back(name: str, error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, when the body of a context raises, or an interrupt comes while it ends."""
@@ -238,8 +238,7 @@ def test_groups_have_settings_of_their_own(name: str) -> None:
     assert len(optimizer.param_groups) == 2
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("draws", [1, 2])
+@pytest.mark.parametrize(("scaled", "draws"), [(False, 2), (True, 1)])
 @pytest.mark.parametrize("name", but(*BY_CLOSURE))
 def test_a_gradient_that_is_not_finite_moves_nothing(name: str, draws: int, scaled: bool) -> None:
     """It raises an error; with a scaler, the step is skipped."""
