@@ -136,7 +136,7 @@ def a_training_run(out: Path, said: str) -> None:
 
 def repair(out: Path, said: str) -> None:
     """A behaviour goes with the rows behind it; the others stay, and so does what is right."""
-    table = pd.read_csv(out / "behaviours.csv", index_col=0)
+    table: Any = pd.read_csv(out / "behaviours.csv", index_col=0)
     learned = table.loc["fine-tuned on all rows"]
     assert (learned > 0.6).all()
     assert (table["right about farms"] > 0.9).all()

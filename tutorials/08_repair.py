@@ -269,7 +269,7 @@ for behaviour, (_, _, sign) in BEHAVIOURS.items():
     folder = str(OUT / behaviour)
     argv = ["query", index, "--bad", bad, "--good", good, "--write", str(left), "--force"]
     assert main([*argv, "--top", str(REMOVED), "--out", folder]) == 0
-    ranked = pd.read_parquet(OUT / behaviour / "sources.parquet")["example"]
+    ranked: Any = pd.read_parquet(OUT / behaviour / "sources.parquet")["example"].tolist()
     found[behaviour] = sum(labels[i] == behaviour for i in ranked)
     repaired[behaviour] = [json.loads(line) for line in left.read_text().splitlines()]
 
@@ -285,7 +285,7 @@ table = {
 }
 for behaviour, rows in repaired.items():
     table[f"without the rows behind {behaviour!r}"] = shares(fine_tuned(rows))
-frame = pd.DataFrame(table).T
+frame: Any = pd.DataFrame(table).T
 print(frame.to_string(float_format="{:.2f}".format))
 for behaviour, count in found.items():
     print(

@@ -218,7 +218,7 @@ def test_the_reference_is_what_training_began_with(adapter: Path, tmp_path: Path
             log_probability(model, pair["prompt"] + pair[name], len(pair["prompt"].split()))
             for name in ("chosen", "rejected")
         )
-        assert actual == pytest.approx(float(chosen - rejected), rel=1e-4)
+        assert actual == pytest.approx((chosen - rejected).item(), rel=1e-4)
 
 
 def test_beta_scales_the_margin_of_a_pair(adapter: Path, tmp_path: Path) -> None:
