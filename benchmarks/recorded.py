@@ -1,13 +1,15 @@
-"""What recording Kronecker factors in a training costs, and merges by what it leaves behind.
+"""What recording Kronecker factors in a training costs, and what it leaves behind is good for.
 
-    python -m benchmarks.recorded cost     steps with and without, of four networks
+    python -m benchmarks.recorded cost     trainings with and without, of four networks
     python -m benchmarks.recorded merge    four turned digits tasks, three seeds
+    python -m benchmarks.recorded llama    influence and an index of small Llamas
 
-The cost is that of a step whose pass is recorded, and of one whose pass is not, in parts of a step
-without a recorder (medians of blocks in turn, in seconds of the processor); and of a training that
-records one pass in five, as trainings do on average. The merge is of four
-fine-tunes of one base, by the posteriors that ``blr.Checkpoints(structure="kron")`` left, beside
-fitted ones; the mean accuracy in per cent on held-out images of the four tasks.
+The cost is that of a training of 1,000 steps with ``blr.Checkpoints(structure="kron")``, in seconds
+of the processor, beside the same training without, step by step in turn; and the part of it that is
+in ``checkpoints.step()``. The merge is of four fine-tunes of one base, by the posteriors that were
+recorded, beside fitted ones; the mean accuracy in per cent on held-out images of the four tasks.
+The Llamas learn sequences of numbers. Their rank correlation is that of recorded with fitted
+influence; passes are calls of the model.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
+import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -25,16 +30,19 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import blr_analysis as blr
+from benchmarks.agreement.metrics import spearman
 from benchmarks.field.cases import mlp
-from blr_analysis.posterior import KroneckerRecorder
+from blr_analysis import Index
 
 BATCH = 32
-BLOCK = 16  # steps
-NEVER = 10**9  # passes for one that is recorded
-BLOCKS = 21
+STEPS = 1000
 TASKS = 4
 TRAINED = 250  # examples of a task
 BASE = 400
+VOCABULARY = 40
+LENGTH = 12  # of a sequence
+SEQUENCES = 160
+ASKED = 24  # sequences
 
 State = dict[str, Tensor]
 
@@ -55,48 +63,48 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-def stepper(name: str, every: int | None) -> Callable[[], None]:
-    """One step of AdamW, of which one in ``every`` is recorded; None: without a recorder."""
+def timed_steps(name: str, is_recorded: bool) -> Iterator[tuple[float, float, int]]:
+    """The steps of a training by AdamW: the seconds of the processor in each and in
+    ``checkpoints.step()``, and the passes that were recorded so far."""
     torch.manual_seed(0)
     make, shape = NETWORKS[name]
     model = make().train()
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(BATCH, *shape)
     y = torch.randint(10, (BATCH,))
-    if every is not None:
-        KroneckerRecorder(model, every=every, labels="drawn")
-
-    def step() -> None:
+    checkpoints = blr.Checkpoints(model, steps=STEPS, structure="kron") if is_recorded else None
+    for step in range(1, STEPS + 1):
+        start = time.process_time()
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
         optimizer.step()
-
-    return step
-
-
-def seconds(step: Callable[[], None]) -> float:
-    """Of a step, in a block of them."""
-    start = time.process_time()
-    for _ in range(BLOCK):
-        step()
-    return (time.process_time() - start) / BLOCK
+        middle = time.process_time()
+        n_recorded = 0
+        if checkpoints is not None:
+            checkpoints.step()
+            if step == STEPS:
+                assert checkpoints.recordings is not None
+                n_recorded = checkpoints.recordings.recorder.recorded
+        yield middle - start, time.process_time() - middle, n_recorded
 
 
 def cost() -> None:
-    """Print the cost of recorded and other steps for every network."""
+    """Print what recording a training costs, for every network."""
     for name in NETWORKS:
-        plain = stepper(name, None)
-        recorded = stepper(name, 1)
-        others = stepper(name, NEVER)
-        for step in (plain, recorded, others):
-            step()
-        blocks = [(seconds(plain), seconds(recorded), seconds(others)) for _ in range(BLOCKS)]
-        base = statistics.median(block[0] for block in blocks)
-        more = statistics.median(block[1] / block[0] - 1 for block in blocks)
-        more_of_others = statistics.median(block[2] / block[0] - 1 for block in blocks)
+        plain = 0.0
+        watched = 0.0
+        of_checkpoints = 0.0
+        n_recorded = 0
+        trainings = zip(timed_steps(name, False), timed_steps(name, True), strict=True)
+        for without, with_record in trainings:
+            plain += without[0]
+            watched += with_record[0]
+            of_checkpoints += with_record[1]
+            n_recorded = with_record[2]
         print(
-            f"{name}: {1e3 * base:.2f} ms; recorded +{more:.0%}, others {more_of_others:+.0%}, "
-            f"one in five +{0.2 * more + 0.8 * more_of_others:.0%}",
+            f"{name}: {1e3 * plain / STEPS:.2f} ms a step, "
+            f"+{(watched + of_checkpoints) / plain - 1:.1%}, of which checkpoints.step() "
+            f"{of_checkpoints / plain:.1%}; {n_recorded} of {STEPS} passes recorded",
             flush=True,
         )
 
@@ -172,9 +180,86 @@ def merge() -> None:
         print(", ".join(f"{name} {value:.1f}" for name, value in row.items()))
 
 
+def sequences(n: int, seed: int) -> Tensor:
+    """Numbers that rise by one stride a sequence, a tenth of them at random, ``[n, LENGTH]``."""
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randint(VOCABULARY, (n, 1), generator=generator)
+    stride = torch.randint(1, 6, (n, 1), generator=generator)
+    ids = (start + stride * torch.arange(LENGTH)) % VOCABULARY
+    others = torch.randint(VOCABULARY, ids.shape, generator=generator)
+    return torch.where(torch.rand(ids.shape, generator=generator) < 0.1, others, ids)
+
+
+def trained_llama(is_tied: bool, ids: Tensor) -> tuple[nn.Module, blr.Checkpoints]:
+    """A Llama of 25,000 weights, all of them trained."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=is_tied,
+        )
+    ).train()
+    epochs = 25
+    batch = 16
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-2)
+    checkpoints = blr.Checkpoints(model, steps=epochs * SEQUENCES // batch, structure="kron")
+    for _ in range(epochs):
+        for chosen in torch.randperm(SEQUENCES).split(batch):
+            optimizer.zero_grad()
+            model(input_ids=ids[chosen], labels=ids[chosen]).loss.backward()
+            optimizer.step()
+            checkpoints.step()
+    return model.eval(), checkpoints
+
+
+def llama() -> None:
+    """Print the agreement of recorded and fitted influence, and the passes of an index."""
+    for is_tied in (False, True):
+        ids = sequences(SEQUENCES, 1)
+        model, checkpoints = trained_llama(is_tied, ids)
+        n_passes = 0
+
+        def count(*_: Any) -> None:
+            nonlocal n_passes
+            n_passes += 1
+
+        model.register_forward_pre_hook(count)
+        recorded = checkpoints.posterior(n_data=SEQUENCES)
+        of_posterior = n_passes
+        task = text_task(model, ids, checkpoints=checkpoints)
+        with tempfile.TemporaryDirectory() as folder:
+            Index.build(task, recorded, Path(folder) / "index")
+        of_index = n_passes - of_posterior
+        fitted = blr.fit_laplace(task)
+        of_fit = n_passes - of_posterior - of_index
+        test = text_task(model, sequences(ASKED, 2))
+        by_record = blr.influence(task, recorded, test).as_subclass(Tensor)
+        by_fit = blr.influence(task, fitted, test).as_subclass(Tensor)
+        ranks = spearman(by_record, by_fit)  # of every test sequence
+        print(
+            f"{'tied' if is_tied else 'untied'} Llama: rank correlation with fitted influence "
+            f"{float(ranks.mean()):.3f}; passes of the posterior {of_posterior}, of an index by "
+            f"it {of_index}, of a fit {of_fit}; {len(recorded.mean)} of "
+            f"{len([*model.parameters()])} parameters",
+            flush=True,
+        )
+
+
+def text_task(model: nn.Module, ids: Tensor, **about: Any) -> blr.Task:
+    texts = [{"input_ids": row, "labels": row} for row in ids]
+    return blr.Task(model, texts, likelihood="causal_lm", progress=False, batch_size=32, **about)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Recorded factors")
-    parser.add_argument("what", choices=("cost", "merge"))
+    parser.add_argument("what", choices=("cost", "merge", "llama"))
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    {"cost": cost, "merge": merge}[parser.parse_args().what]()
+    {"cost": cost, "merge": merge, "llama": llama}[parser.parse_args().what]()

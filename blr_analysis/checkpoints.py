@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ class Checkpoints:
             stay in memory.
         optimizer: an optimizer of this package, Adam or the like, which learns a posterior while
             it trains.
-        structure: "kron" records the Kronecker factors of about one pass in five of the training
+        structure: "kron" records the Kronecker factors of about one pass in ten of the training
             (:mod:`blr_analysis.recordings`). They are as large as their posterior: I² + O² numbers
             for a layer of I inputs and O outputs, the gradient beside them, and the same once more
             for each checkpoint (in the folder, if there is one). Labels are drawn from the
@@ -103,6 +103,7 @@ class Checkpoints:
         self.done = 0  # steps so far
         self.snapshots: dict[int, State | Path] = {}  # by step
         self.modes: dict[str, bool] | None = None  # of the modules, while they train
+        self._sampled: tuple[str, ...] = ()  # names of the parameters that identify a step
         self._step_of_sample: dict[tuple[float, ...], int] = {}
 
     def __repr__(self) -> str:
@@ -122,10 +123,9 @@ class Checkpoints:
         """
         if getattr(self.optimizer, "_open", None) is not None:
             raise OptimizerError("checkpoints.step() belongs outside sampled_params")
-        if not any(p.requires_grad for p in self.model.parameters()):
-            raise ModelError("no parameter of the model trains: unfreeze some")
+        sample = _sample_of(self._sampled_parameters())
         self.done += 1
-        self._step_of_sample[_sample_of(self.model)] = self.done
+        self._step_of_sample[sample] = self.done
         is_due = self._is_due()
         if self.modes is None or is_due:
             self.modes = modes_of(self.model)
@@ -262,7 +262,24 @@ class Checkpoints:
 
     def _end(self, model: nn.Module) -> int:
         """The step of a model's weights; the last one if they are not recognised."""
-        return self._step_of_sample.get(_sample_of(model), self.done)
+        parameters = dict(model.named_parameters())
+        if not parameters.keys() >= set(self._sampled):
+            return self.done
+        sample = _sample_of([parameters[name] for name in self._sampled])
+        return self._step_of_sample.get(sample, self.done)
+
+    def _sampled_parameters(self) -> list[nn.Parameter]:
+        """The parameters that identify a step: the first and the last that train."""
+        parameters = [self.model.get_parameter(name) for name in self._sampled]
+        if parameters and all(p.requires_grad for p in parameters):
+            return parameters
+        trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        if not trained:
+            raise ModelError("no parameter of the model trains: unfreeze some")
+        first_name, first = trained[0]
+        last_name, last = trained[-1]
+        self._sampled = (first_name, last_name)
+        return [first, last]
 
     def posterior(
         self, *, n_data: int, prior_precision: Any = None, initial: Any = None
@@ -371,16 +388,10 @@ def _are_snapshots(value: Any) -> bool:
     return steps_are_whole and all(isinstance(snapshot, Mapping) for snapshot in value.values())
 
 
-def _sample_of(model: nn.Module) -> tuple[float, ...]:
-    """Some numbers of the first and the last trainable tensor, which identify a step."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
-        return ()
-    samples = [_sample(p.detach().flatten()).double() for p in (trained[0], trained[-1])]
-    return tuple(torch.cat(samples).tolist())
-
-
-def _sample(weights: Tensor) -> Tensor:
-    """Some evenly spaced numbers of a flat tensor."""
-    stride = max(1, len(weights) // SAMPLED_NUMBERS)
-    return weights[::stride][:SAMPLED_NUMBERS]
+def _sample_of(parameters: Sequence[Tensor]) -> tuple[float, ...]:
+    """Some evenly spaced numbers of each parameter, which identify a step."""
+    numbers: list[float] = []
+    for parameter in parameters:
+        stride = max(1, parameter.numel() // SAMPLED_NUMBERS)
+        numbers += parameter.detach().flatten()[: SAMPLED_NUMBERS * stride : stride].tolist()
+    return tuple(numbers)

@@ -1,8 +1,8 @@
 """Kronecker factors near each checkpoint of a training, recorded while it goes on.
 
 Curvature belongs to the weights at which it is measured, and these move. The recorder therefore
-records every pass near a checkpoint and one pass in :data:`FAR_INTERVAL` elsewhere, which is about
-one pass in five if the length of the training is known.
+records one pass in :data:`NEAR_INTERVAL` near a checkpoint and one in :data:`FAR_INTERVAL`
+elsewhere, which is about one pass in ten if the length of the training is known.
 
 The posterior at the checkpoint of step t has the mean of the passes from t/√2 to √2 t, and most of
 these are near t; for the last step the passes go to the end. The recorder adds up all passes from
@@ -27,9 +27,10 @@ from blr_analysis.files.shards import save_file
 from blr_analysis.posterior.recorder import COUNTS, KroneckerRecorder, between
 from blr_analysis.snapshots import State, read
 
-FAR_INTERVAL = 20  # passes, of which one is recorded, far from a checkpoint
-NEAR_SHARE = 0.055  # of a checkpoint's step: within this distance every pass is recorded
-MIN_NEAR_STEPS = 2  # within this distance too, for the first checkpoints
+FAR_INTERVAL = 40  # passes, of which one is recorded, far from a checkpoint
+NEAR_INTERVAL = 3  # passes, of which one is recorded, near a checkpoint
+NEAR_SHARE = 0.055  # of a checkpoint's step: so near it is
+MIN_NEAR_STEPS = 2  # within this distance every pass is recorded, for the first checkpoints
 MIN_PASSES = 5  # in a mean, where so many were recorded
 USUAL_STEPS = 1000  # of a training of unknown length, to say how much memory it takes
 HALVINGS = 6  # of the length of a training: the first checkpoint is at 1/64 of it
@@ -59,6 +60,18 @@ def checkpoint_steps(steps: int | None, step: int) -> list[int]:
 def _halved(steps: int) -> tuple[int, ...]:
     """A half, a quarter, … of so many steps, the smallest first."""
     return tuple(sorted({max(1, round(steps / 2**k)) for k in range(1, HALVINGS + 1)}))
+
+
+def _is_marked(steps: int | None, step: int) -> bool:
+    """Whether a step is √2 times that of a checkpoint."""
+    if steps is not None:
+        return step in _marked_steps(steps)
+    return step in [round(math.sqrt(2) * checkpoint) for checkpoint in checkpoint_steps(None, step)]
+
+
+@cache
+def _marked_steps(steps: int) -> frozenset[int]:
+    return frozenset(round(math.sqrt(2) * checkpoint) for checkpoint in _halved(steps))
 
 
 class Recordings:
@@ -115,29 +128,30 @@ class Recordings:
         """Call this after each step, with the number of steps so far."""
         if self._lacks_earlier_sums:
             self._drop_marks()
-        checkpoints = checkpoint_steps(self.steps, step)
-        if step in [round(math.sqrt(2) * checkpoint) for checkpoint in checkpoints]:
+        if _is_marked(self.steps, step):
             self._mark(step)
         self._choose_interval(step)
 
     def _choose_interval(self, step: int) -> None:
-        """Record every pass of the next step if it is near a checkpoint, and few passes if not."""
-        self.recorder.every = 1 if self._is_near_checkpoint(step + 1) else FAR_INTERVAL
+        """Record many passes of the next step if it is near a checkpoint, and few passes if not."""
+        self.recorder.every = self._interval(step + 1)
 
-    def _is_near_checkpoint(self, step: int) -> bool:
-        """Whether a step is near a checkpoint, or near the last step."""
+    def _interval(self, step: int) -> int:
+        """The passes of a step, of which one is recorded."""
         targets = checkpoint_steps(self.steps, step)
         if self.steps is not None:
             targets.append(self.steps)
-        return any(
-            abs(step - target) <= max(MIN_NEAR_STEPS, NEAR_SHARE * target) for target in targets
-        )
+        distances = [abs(step - target) for target in targets]
+        if min(distances) <= MIN_NEAR_STEPS:
+            return 1
+        shares = [distance / target for distance, target in zip(distances, targets, strict=True)]
+        return NEAR_INTERVAL if min(shares) <= NEAR_SHARE else FAR_INTERVAL
 
     def _mark(self, step: int) -> None:
         """Keep the recorder's sums up to this step, in memory or in the folder."""
         if self.folder is None:
             state = tensors_of(self.recorder.state_dict())
-            self.marks[step] = {name: x.detach().cpu().clone() for name, x in state.items()}
+            self.marks[step] = {name: tensor.cpu() for name, tensor in state.items()}
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / FILE.replace("*", f"{step:08d}")
@@ -154,7 +168,7 @@ class Recordings:
     def keep(self, file: Path) -> None:
         """Write the recorder's whole state, for :meth:`resume`."""
         state = self.recorder.state_dict()
-        record = {"joints": state["joints"], "positions": state["positions"]}
+        record = {"joints": state["joints"]}
         storage.write(file, tensors_of(state), record)
 
     def resume(self, file: Path, step: int) -> None:
@@ -165,7 +179,7 @@ class Recordings:
             ModelError: it is of another model.
         """
         tensors, record = storage.read(file)
-        parts = {"joints": record["joints"], "positions": record["positions"]}
+        parts = {"joints": record["joints"]}
         self.recorder.load_state_dict(state_of_tensors(self.recorder, tensors) | parts)
         self._lacks_earlier_sums = False
         self._choose_interval(step)

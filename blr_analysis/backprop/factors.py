@@ -151,6 +151,11 @@ class Factors(Term):
             return self.bias_grads().unsqueeze(-1)
         return torch.cat([self.matrices(), self.bias_grads().unsqueeze(-1)], dim=-1)
 
+    def used_positions(self) -> Tensor:
+        """The positions on which some column depends, bool ``[B, T]``."""
+        used_by_column = [(d != 0).any(-1).any(1) for d in self.grads]  # [B, T] each
+        return torch.stack(used_by_column).any(0)
+
     def second_moments(self, *, padded: bool = False) -> tuple[Tensor, Tensor]:
         """Σ a aᵀ (with a 1 joined to a for the bias) and Σ d dᵀ: ``[g, I', I']``, ``[g, O, O]``.
 
@@ -161,9 +166,7 @@ class Factors(Term):
         a = self.inputs.transpose(0, 1).reshape(g, -1, i)
         ones = a.new_ones(*a.shape[:-1], 1)
         if padded:
-            used_by_column = [(d != 0).any(-1).any(1) for d in self.grads]  # [B, T] each
-            is_used = torch.stack(used_by_column).any(0)
-            ones = ones * is_used.reshape(1, -1, 1)
+            ones = ones * self.used_positions().reshape(1, -1, 1)
             a = a * ones
         if self.weight is None:
             a = ones

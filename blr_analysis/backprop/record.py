@@ -266,7 +266,7 @@ def without_numbers(leaf: Any) -> Any:
     """A tensor of the same shape that stores a single 0; what is no tensor is returned as it is."""
     if not isinstance(leaf, Tensor):
         return leaf
-    return leaf.detach().new_zeros(()).expand(leaf.shape)
+    return leaf.new_zeros(()).expand(leaf.shape)
 
 
 def _detached(leaf: Any) -> Any:

@@ -104,10 +104,12 @@ class Pass:
         return [call for call in calls if any(grad is not None for grad in call.gradients)]
 
     def with_gradients(self, gradients: Sequence[Gradients]) -> Pass:
-        """The pass as if these gradients had come back to its calls."""
+        """The pass as if these gradients had come back to its calls, without the calls that have
+        none."""
         calls = [
             LayerCall(call.visit, [], call_gradients)
             for call, call_gradients in zip(self.calls, gradients, strict=True)
+            if any(grad is not None for grad in call_gradients)
         ]
         return Pass(self.batch, calls)
 
@@ -141,6 +143,8 @@ class Pass:
         def rows(leaf: Tensor | None) -> Tensor | None:
             if not _has_rows(leaf, self.batch):
                 return leaf
+            if len(leaf) == self.batch:
+                return leaf.index_select(0, chosen.to(leaf.device))
             by_example = leaf.unflatten(0, (self.batch, -1))
             return by_example[chosen.to(leaf.device)].flatten(0, 1)
 
@@ -232,11 +236,14 @@ class Tape:
         self.reader = reader
         self.passes: list[Pass] = []
         self._current: Pass | None = None  # the pass that is being noted
-        self._handles: list[Any] = []
+        self._handles: list[Any] = []  # of the model's hooks
+        self._layers: list[Unit] = []
+        self._layer_handles: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no hooks and no passes, because a graph cannot be copied."""
-        return {**self.__dict__, "_handles": [], "passes": [], "_current": None}
+        without_hooks: dict[str, Any] = {"_handles": [], "_layer_handles": []}
+        return {**self.__dict__, **without_hooks, "passes": [], "_current": None}
 
     def start(self, units: Iterable[Unit]) -> None:
         """Put hooks on the model and on these layers of it."""
@@ -253,12 +260,33 @@ class Tape:
         # Each handle is stored at once, so that an interrupt leaves no hook behind.
         store = self._handles.append
         store(self.model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+        self._layers = []
         for unit in units:
-            store(hooked(unit, self._call))
+            if unit.module is self.model:
+                store(hooked(unit, self._call))  # it must run before ``leave``
+            else:
+                self._layers.append(unit)
+        self.watch_layers(True)
         store(self.model.register_forward_hook(leave, always_call=True))
+
+    def watch_layers(self, is_watched: bool) -> None:
+        """Put hooks on the layers, or remove them, so that other passes take no time for them.
+
+        While passes are noted, the hooks stay: their backward pass may call the layers again.
+        """
+        if is_watched and not self._layer_handles:
+            for unit in self._layers:
+                self._layer_handles.append(hooked(unit, self._call))
+        if not is_watched and not self.passes:
+            self._remove_layer_hooks()
+
+    def _remove_layer_hooks(self) -> None:
+        while self._layer_handles:
+            self._layer_handles.pop().remove()
 
     def remove_hooks(self) -> None:
         """Note no more passes; those that were noted stay."""
+        self._remove_layer_hooks()
         while self._handles:
             self._handles.pop().remove()
 

@@ -16,6 +16,7 @@ by heart, where their gradients vanish.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,11 +37,13 @@ class Drawn:
         errors: shaped as the outputs; 0 where the loss has no gradient. Examples of classes with
             unequal weights are scaled by their weight over the mean weight.
         weight: the mean of w.
+        all_counted: whether every row of the outputs has a label.
     """
 
     loss: str
     errors: Tensor
     weight: float
+    all_counted: bool
 
 
 def drawn_errors(outputs: Tensor, gradient: Tensor, seed: int) -> Drawn | None:
@@ -81,57 +84,77 @@ def _possible_class_axes(f: Tensor) -> list[int]:
 def _from_cross_entropy(f: Tensor, d: Tensor, eps: float, seed: int) -> Drawn | None:
     """Labels drawn from logits ``[..., C]``; None unless d is the gradient of a cross-entropy."""
     n_classes = f.shape[-1]
-    rows = d.reshape(-1, n_classes)
-    counted = rows.any(1)  # an ignored label has no gradient
-    if n_classes < 2 or not bool(counted.any()):
+    if n_classes < 2:
         return None
-    all_counted = bool(counted.all())
     logits = f.reshape(-1, n_classes)
-    gradients = rows if all_counted else rows[counted]
-    probabilities = (logits if all_counted else logits[counted]).softmax(1)
+    gradients = d.reshape(-1, n_classes)
+    counted = _counted_rows(gradients)
+    if counted is not None:
+        if not bool(counted.any()):
+            return None
+        logits = logits[counted]
+        gradients = gradients[counted]
+    probabilities = logits.softmax(1)
     weights = _weights_of_cross_entropy(gradients, probabilities, eps)
     if weights is None:
         return None
-    labels = _drawn_labels(probabilities, seed)
-    errors = _residuals(probabilities, labels)
-    mean_weight = weights.mean()
-    has_one_weight = weights.ndim == 0
-    if not has_one_weight:
+    errors = _residuals(probabilities, _drawn_labels(probabilities, seed))
+    if isinstance(weights, Tensor):
+        mean_weight = float(weights.mean())
         errors = errors * (weights / mean_weight)
-    if not all_counted:
-        errors = torch.zeros_like(rows).index_put((counted,), errors)
-    return Drawn("cross-entropy", errors.view(f.shape), float(mean_weight))
+    else:
+        mean_weight = weights
+    if counted is not None:
+        errors = torch.zeros_like(d).view(-1, n_classes).index_put((counted,), errors)
+    return Drawn(
+        loss="cross-entropy",
+        errors=errors.view(f.shape),
+        weight=mean_weight,
+        all_counted=counted is None,
+    )
+
+
+def _counted_rows(gradients: Tensor) -> Tensor | None:
+    """Which rows have a label: an ignored one has no gradient. None: all rows.
+
+    A row with a label has a number below 0, w (p − 1) at the label.
+    """
+    if float(gradients.amin(1).max()) < 0:
+        return None
+    return gradients.any(1)
 
 
 def _weights_of_cross_entropy(
     gradients: Tensor, probabilities: Tensor, eps: float
-) -> Tensor | None:
+) -> Tensor | float | None:
     """w of a cross-entropy with these gradients ``[B, C]``: one number for all, or ``[B, 1]`` where
     each class has its own; None where it is another loss."""
-    labels = gradients.argmin(1)  # w (p − 1) < 0 at the label, w p ≥ 0 elsewhere
+    smallest, labels = gradients.min(1, keepdim=True)  # w (p − 1) < 0 at the label, else w p ≥ 0
     residuals = _residuals(probabilities, labels)
+    largest = -smallest  # w (1 − p) is the sum of the other numbers
     weight = _common_weight(gradients, residuals)
-    if _agrees(gradients, weight * residuals, weight, eps):
+    if _agrees(gradients, residuals, weight, largest, eps):
         return weight
-    weights = _weights_by_class(gradients, residuals, labels)
-    if _agrees(gradients, weights * residuals, weights, eps):
+    weights = _weights_by_class(gradients, residuals, labels.flatten())
+    if _agrees(gradients, residuals, weights, largest, eps):
         return weights
     return None
 
 
 def _residuals(probabilities: Tensor, labels: Tensor) -> Tensor:
-    """softmax(f) − 1_y, ``[B, C]``."""
-    return probabilities.scatter(1, labels.unsqueeze(1), -1.0, reduce="add")
+    """softmax(f) − 1_y, ``[B, C]``, for labels ``[B, 1]``."""
+    return probabilities.scatter(1, labels, -1.0, reduce="add")
 
 
 def _drawn_labels(probabilities: Tensor, seed: int) -> Tensor:
-    """A class for each row, ``[B]``: with E_c ~ Exp(1), p_c / E_c is largest with probability p_c.
+    """A class for each row, ``[B, 1]``: with E_c ~ Exp(1), p_c / E_c is largest with probability
+    p_c.
 
     It takes half of the time of ``torch.multinomial``.
     """
     waits = torch.empty_like(probabilities)
     waits.exponential_(generator=_generator(probabilities, seed))
-    return (probabilities / waits).argmax(1)
+    return torch.div(probabilities, waits, out=waits).argmax(1, keepdim=True)
 
 
 def _from_binary_cross_entropy(f: Tensor, d: Tensor, eps: float, seed: int) -> Drawn | None:
@@ -143,17 +166,24 @@ def _from_binary_cross_entropy(f: Tensor, d: Tensor, eps: float, seed: int) -> D
     probabilities = f[counted].sigmoid().unsqueeze(1)
     residuals = torch.where(gradients > 0, probabilities, probabilities - 1)
     weight = _common_weight(gradients, residuals)
-    if not _agrees(gradients, weight * residuals, weight, eps):
+    if not _agrees(gradients, residuals, weight, gradients.abs(), eps):
         return None
     labels = torch.bernoulli(probabilities, generator=_generator(f, seed))
     errors = torch.zeros_like(d)
     errors[counted] = (probabilities - labels).squeeze(1)
-    return Drawn("binary cross-entropy", errors, float(weight))
+    return Drawn(
+        loss="binary cross-entropy",
+        errors=errors,
+        weight=weight,
+        all_counted=len(gradients) == d.numel(),
+    )
 
 
-def _common_weight(gradients: Tensor, residuals: Tensor) -> Tensor:
-    """One w for all rows, a scalar: Σ|d| / Σ|residual|, so that large residuals decide."""
-    return gradients.abs().sum() / residuals.abs().sum().clamp_min(_tiny(residuals))
+def _common_weight(gradients: Tensor, residuals: Tensor) -> float:
+    """One w for all rows: Σ|d| / Σ|residual|, so that large residuals decide; NaN without any."""
+    gradient_sum = float(torch.linalg.vector_norm(gradients, 1))
+    residual_sum = float(torch.linalg.vector_norm(residuals, 1))
+    return gradient_sum / residual_sum if residual_sum > 0 else math.nan
 
 
 def _weights_by_class(gradients: Tensor, residuals: Tensor, labels: Tensor) -> Tensor:
@@ -168,23 +198,26 @@ def _weights_by_class(gradients: Tensor, residuals: Tensor, labels: Tensor) -> T
     zeros = gradients.new_zeros(n_classes)
     gradient_sums = zeros.index_add(0, labels, gradients.abs().sum(1))
     residual_sums = zeros.index_add(0, labels, residuals.abs().sum(1))
-    weights = gradient_sums / residual_sums.clamp_min(_tiny(residuals))
+    weights = gradient_sums / residual_sums
     return weights[labels].unsqueeze(1)
 
 
-def _agrees(gradients: Tensor, expected: Tensor, weights: Tensor, eps: float) -> bool:
-    """Whether every gradient is the expected one up to rounding: the gradient's own, and that of
-    the prediction which it was computed from."""
-    largest = gradients.abs().amax(1, keepdim=True)
-    rounding = eps**0.5 * largest + ROUNDINGS_OF_PREDICTION * eps * weights
-    return bool(((gradients - expected).abs() <= rounding).all())
+def _agrees(
+    gradients: Tensor, residuals: Tensor, weights: Tensor | float, largest: Tensor, eps: float
+) -> bool:
+    """Whether every gradient is w times its residual up to rounding: the gradient's own, and that
+    of the prediction which it was computed from.
+
+    Args:
+        weights: w.
+        largest: the largest absolute value of each row of the gradients, ``[B, 1]``.
+    """
+    rounding_of_gradients = eps**0.5 * largest
+    rounding_of_predictions = ROUNDINGS_OF_PREDICTION * eps * weights
+    gaps = (gradients - weights * residuals).abs_().sub_(rounding_of_gradients)
+    return bool((gaps <= rounding_of_predictions).all())
 
 
 def _generator(like: Tensor, seed: int) -> torch.Generator:
     """A seeded generator on the device of ``like``."""
     return torch.Generator(like.device).manual_seed(seed)
-
-
-def _tiny(like: Tensor) -> float:
-    """The smallest normal number of the dtype of ``like``, in place of a denominator of 0."""
-    return torch.finfo(like.dtype).tiny

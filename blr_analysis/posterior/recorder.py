@@ -6,10 +6,11 @@ steps, with d the gradients of the examples' losses at the layer's outputs,
 
     A = E_i Σ_t a_it a_itᵀ,    G = E_i Σ_t d_it d_itᵀ,    S = N · A ⊗ G / T + δ
 
-over examples i and positions t, T of them; parameters of other layers (norms, embeddings) get
-S = N · E_i g_i² + δ. With labels "given" it is an empirical Fisher, which at the end of a training
-has little left of what was learned by heart. With labels "drawn" from the model's predictions it is
-the Fisher itself, and no scale of the loss matters: see :mod:`blr_analysis.posterior.drawn`.
+over examples i and positions t, T of them, without padding; parameters of other layers (norms,
+embeddings, heads of language models) get S = N · E_i g_i² + δ. With labels "given" it is an
+empirical Fisher, which at the end of a training has little left of what was learned by heart. With
+labels "drawn" from the model's predictions it is the Fisher itself, and no scale of the loss
+matters: see :mod:`blr_analysis.posterior.drawn`.
 :class:`blr_analysis.Checkpoints` records near its checkpoints alone. On six kinds of networks, its
 posteriors predict retraining as well as those of :func:`blr_analysis.fit_laplace`, within .03 in
 linear datamodeling score (``python -m benchmarks.field``).
@@ -26,21 +27,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
+from blr_analysis.backprop.fallback import pulled
 from blr_analysis.backprop.layers import Axis
 from blr_analysis.backprop.matrices import Joint
+from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.plan import units_of
 from blr_analysis.backprop.reading import Axes
-from blr_analysis.backprop.record import Unit, Visit
+from blr_analysis.backprop.record import Unit, Visit, leaves_of
 from blr_analysis.backprop.tape import (
     Gradients,
+    LayerCall,
     LayerFailed,
     Pass,
     Reader,
     Tape,
     leaves_with_gradient,
     terms_of,
+    unlike_autograd,
 )
 from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import instance, one_of, positive_int, positive_number, some
@@ -61,7 +67,7 @@ TOGETHER = 2048  # rows of one product: passes are collected until they have so 
 MOST_OUTPUTS = 2**27  # in a pass with drawn labels: more would take too much memory
 FEW_MULTIPLICATIONS = 4e6  # in the products of a pass: they take no time beside the rest
 COUNTS = ("passes", "recorded", "drawn")
-STATE = {"passes", "recorded", "shapes", "joints", "positions", "means"}
+STATE = {"passes", "recorded", "shapes", "joints", "means"}
 
 
 class KroneckerRecorder(Reader):
@@ -75,8 +81,9 @@ class KroneckerRecorder(Reader):
 
     Args:
         model: what is trained. Its trainable parameters must belong to layers that
-            :mod:`blr_analysis.backprop.layers` has a rule for: Linear, convolutions, embeddings,
-            norms; freeze others.
+            :mod:`blr_analysis.backprop.layers` has a rule for (Linear, convolutions, embeddings,
+            norms), or be vectors of modules without buffers, as in norms of any definition; freeze
+            others.
         every: passes for each that is recorded. Some 20 recorded passes, or 1,000 examples, should
             come together: take 20 to 50 in a training of 1,000 steps.
         beta2: None: the plain mean over the run; else a running mean that forgets, as IVON's h.
@@ -135,13 +142,18 @@ class KroneckerRecorder(Reader):
         self._recorded = 0  # passes that were recorded
         self._drawn = 0  # those of them with drawn labels
         self._joints: dict[str, Joint] = {}
-        self._means: dict[str, Tensor] = {}  # "KEY.input", "KEY.output", or a parameter's name
-        self._positions: dict[str, float] = {}
+        # By "KEY.input", "KEY.output" and "KEY.positions" of a layer, or by a parameter's name.
+        self._means: dict[str, Tensor] = {}
+        self._read_outs = _read_outs(model, self._units)
+        self._has_padding = False  # whether the loss is one of sequences
+        self._checked: set[str] = set()  # paths of modules without a rule that were differentiated
         self.accumulates = reduction == "sum" or scale != 1  # no warning where gradients add up
         self._follows_recorded = False  # whether the pass before this one was recorded
         self._is_recorded = False  # whether this pass is recorded
         self._collected: list[Pass] = []  # recorded passes that the means do not hold yet
         self._layout: list[Any] = []  # layers and shapes of the collected passes
+        self._rows_of_example = 1.0  # the most rows that an example of them has in a layer
+        self._used: dict[tuple[int, int], Tensor | None] = {}  # the examples that products are of
         self._has_other_labels = False  # whether some loss was not recognised
         self._gradients: dict[str, Tensor] = {}  # Σ over recorded passes of an example's gradient
         self._is_drawing = False  # whether the backward pass of drawn labels is running
@@ -158,15 +170,17 @@ class KroneckerRecorder(Reader):
     @property
     def nbytes(self) -> int:
         """The bytes that its factors and gradients take, once all layers were recorded."""
-        n_bytes = 0
+        sizes: dict[str, int] = {}  # by name: a table that is also a head counts once
         for unit in self._units:
             for name in unit.names.values():
                 weight = self._parameters[name]
-                n_numbers = _numbers_of_factors(unit.module, weight)
+                n_numbers = weight.numel()
+                if name not in self._read_outs:
+                    n_numbers = _numbers_of_factors(unit.module, weight)
                 if self.labels == "drawn":
                     n_numbers += weight.numel()  # of the gradient
-                n_bytes += n_numbers * working(weight.dtype).itemsize
-        return n_bytes
+                sizes[name] = n_numbers * working(weight.dtype).itemsize
+        return sum(sizes.values())
 
     def remove(self) -> None:
         """Take the hooks off the model; the recorded means stay."""
@@ -196,15 +210,18 @@ class KroneckerRecorder(Reader):
             self._tape.passes.clear()  # passes that no gradient came back to
         is_watching = self.labels == "given" and not self.accumulates
         may_accumulate = self._follows_recorded and is_watching
-        return self._is_recorded or (may_accumulate and batch > 0)
+        is_noted = self._is_recorded or (may_accumulate and batch > 0)
+        self._tape.watch_layers(is_noted)
+        return is_noted
 
     def finished(self, forward: Pass, output: Any) -> None:
         """After the forward pass: wait for the loss's gradient at the outputs.
 
         With given labels, release the graph, and look out for gradients of an earlier pass.
         """
-        outputs = outputs_of(output, forward.batch) if self.labels == "drawn" else None
-        if outputs is not None:
+        outputs = outputs_of(output, forward.batch)
+        self._has_padding = outputs is not None and outputs.ndim == 3
+        if outputs is not None and self.labels == "drawn":
             forward.outputs = outputs
             outputs.register_hook(partial(self._loss_met, weakref.ref(forward)))
             return
@@ -241,9 +258,13 @@ class KroneckerRecorder(Reader):
         drawn = drawn_errors(outputs.detach(), gradient, self.passes)
         gradients = None if drawn is None else self._of_drawn(forward, outputs, drawn.errors)
         if drawn is not None and gradients is not None:
-            examples = gradient.reshape(forward.batch, -1).any(1).nonzero().flatten()
+            examples = None
+            n_examples = forward.batch
+            if not drawn.all_counted:
+                examples = gradient.reshape(forward.batch, -1).any(1).nonzero().flatten()
+                n_examples = len(examples)
             self._collect(forward.with_gradients(gradients), examples)
-            self._gradient_scale = 1 / (drawn.weight * len(examples))
+            self._gradient_scale = 1 / (drawn.weight * n_examples)
             self.needs_gradients = self._has_other_labels
             self._tape.passes.remove(forward)
         elif not bool(gradient.isfinite().all()):  # a gradient scaler skips the step
@@ -274,30 +295,44 @@ class KroneckerRecorder(Reader):
         finally:
             self._is_drawing = False
 
-    def _collect(self, forward: Pass, examples: Tensor) -> None:
+    def _collect(self, forward: Pass, counted: Tensor | None) -> None:
         """Collect a pass with drawn labels: products of several passes at once are faster.
 
         An output that all examples share has the sum of their gradients. Their labels are drawn
         independently, so the mean square of that sum is the sum of the examples' mean squares.
 
         Args:
-            examples: the indices of those with a loss.
+            counted: the indices of the examples with a loss; None: all.
         """
+        n_counted = forward.batch if counted is None else len(counted)
         for call in forward.calls:
             if len(call.visit.outputs[0]) == 1 < forward.batch:
-                call.gradients = _scaled(call.gradients, len(examples) ** -0.5)
-        n_used = self._affordable(forward, len(examples))
-        if n_used < forward.batch:
-            spread = torch.arange(n_used) * len(examples) // n_used
-            forward = forward.of_examples(examples[spread.to(examples.device)])
+                call.gradients = _scaled(call.gradients, n_counted**-0.5)
         layout = forward.layout
-        if self._collected and self._layout != layout:
+        if self._layout != layout:
             self._multiply()
-        self._layout = layout
+            self._layout = layout
+            self._used = {}
+            rows = [len(call.visit.outputs[0]) * positions_of(call.visit) for call in forward.calls]
+            self._rows_of_example = max(rows, default=0) / forward.batch
+        used = self._used_examples(forward, n_counted)
+        if used is not None:
+            examples = used if counted is None else counted[used.to(counted.device)]
+            forward = forward.of_examples(examples)
+        elif counted is not None and n_counted < forward.batch:
+            forward = forward.of_examples(counted)
         self._collected.append(forward)
-        rows = [len(call.visit.outputs[0]) * positions_of(call.visit) for call in forward.calls]
-        if len(self._collected) * max(rows) >= TOGETHER:
+        if len(self._collected) * forward.batch * self._rows_of_example >= TOGETHER:
             self._multiply()
+
+    def _used_examples(self, forward: Pass, n_counted: int) -> Tensor | None:
+        """Numbers of the examples with a loss that products are made of; None: all of them."""
+        batch = forward.batch
+        if (batch, n_counted) not in self._used:
+            n_used = self._affordable(forward, n_counted)
+            spread = torch.arange(n_used) * n_counted // n_used
+            self._used[batch, n_counted] = spread if n_used < n_counted else None
+        return self._used[batch, n_counted]
 
     def _affordable(self, forward: Pass, n_examples: int) -> int:
         """How many examples the products are made of: at least a quarter of them.
@@ -353,15 +388,15 @@ class KroneckerRecorder(Reader):
         while self._gradient_handles and not is_watched:
             self._gradient_handles.pop().remove()
 
-    @torch.no_grad()
     def _take_gradient(self, name: str, gradient: Tensor) -> None:
         """Add up a parameter's gradients in passes with drawn labels."""
         if self._gradient_scale is None or self._is_drawing:
             return
+        gradient = gradient.detach()
         if name not in self._gradients:
             wide = working(gradient.dtype)
             self._gradients[name] = torch.zeros_like(gradient, dtype=wide)
-        self._gradients[name].add_(gradient.detach(), alpha=self._gradient_scale)
+        self._gradients[name].add_(gradient, alpha=self._gradient_scale)
 
     # Reading ---------------------------------------------------------------------------------
 
@@ -391,28 +426,59 @@ class KroneckerRecorder(Reader):
         with torch.autocast(counts.device.type, enabled=False):
             axes_of = partial(_axes, forward.batch)
             try:
-                return terms_of(self._model, calls, gradients, axes_of, forward.batch)
+                terms = terms_of(self._model, calls, gradients, axes_of, forward.batch)
             except LayerFailed as failure:
                 path = failure.unit.path
                 raise ModelError(
                     f"layer {path!r} cannot be recorded: {failure}; freeze it, or use fit_laplace"
                 ) from failure
+            self._check_without_rule(calls, gradients, terms)
+            return terms
+
+    def _check_without_rule(
+        self, calls: Sequence[LayerCall], gradients: Sequence[Gradients], terms: Sequence[Term]
+    ) -> None:
+        """Raise :class:`ModelError` unless Σ_i G_i of modules without a rule is the gradient of
+        all examples at once, when they are recorded first."""
+        unchecked = [
+            (call, cotangents)
+            for call, cotangents in zip(calls, gradients, strict=True)
+            if call.visit.unit.rule is None and call.visit.unit.path not in self._checked
+        ]
+        if not unchecked:
+            return
+        totals: dict[str, Tensor] = {}
+        for call, cotangents in unchecked:
+            for name, total in _gradient_of_module(call.visit, cotangents).items():
+                totals[name] = totals[name] + total if name in totals else total
+        outputs = [output for call, _ in unchecked for output in call.visit.outputs]
+        own_terms = [term for term in terms if not totals.keys().isdisjoint(term.names)]
+        if names := unlike_autograd(own_terms, totals, outputs):
+            raise ModelError(
+                f"{some(names)} cannot be recorded: their module is random or mixes examples; "
+                "freeze them, or use fit_laplace"
+            )
+        self._checked.update(call.visit.unit.path for call, _ in unchecked)
 
     @torch.no_grad()
     def _average(self, terms: Sequence[Term], n_passes: int = 1) -> None:
         """Move the means by the G_i of so many passes."""
         self._recorded += n_passes
         for term in terms:
-            factors = None if is_too_large(term) else term.factors()
-            if factors is None:
+            is_read_out = not self._read_outs.isdisjoint(term.names)
+            if not isinstance(term, Outer) or is_read_out or is_too_large(term):
                 for name, squares in term.square_sum().items():
                     self._move_mean(name, squares.div_(term.n_examples), n_passes)
                 continue
-            joint, right, left = factors
-            self._joints[joint.key] = joint
-            self._move_mean(f"{joint.key}.input", right.div_(term.n_examples), n_passes)
-            self._move_mean(f"{joint.key}.output", left.div_(term.n_examples), n_passes)
-            self._positions[joint.key] = float(term.n_positions)
+            right, left = term.second_moments(padded=self._has_padding)
+            n_positions = right.new_tensor(term.n_positions * term.n_examples)
+            if self._has_padding:
+                n_positions = term.used_positions().sum().to(right)
+            key = term.joint.key
+            self._joints[key] = term.joint
+            self._move_mean(f"{key}.input", right.div_(term.n_examples), n_passes)
+            self._move_mean(f"{key}.output", left.div_(term.n_examples), n_passes)
+            self._move_mean(f"{key}.positions", n_positions.div_(term.n_examples), n_passes)
 
     def _move_mean(self, key: str, values: Tensor, n_passes: int) -> None:
         """The mean of all passes, or one that forgets, without the bias of its start."""
@@ -478,7 +544,7 @@ class KroneckerRecorder(Reader):
             input_factor, output_factor = factors[block.key]
             of_rows = _eigenvalues(output_factor, block.left)
             of_columns = _eigenvalues(input_factor, block.right)
-            scale = n_data / self._positions[block.key]
+            scale = n_data / float(self._means[f"{block.key}.positions"])
             values[block.key] = scale * of_rows.unsqueeze(-1) * of_columns.unsqueeze(-2)
         return form.with_values(values)
 
@@ -514,7 +580,6 @@ class KroneckerRecorder(Reader):
             "drawn": self._drawn,
             "shapes": {n: list(p.shape) for n, p in self._parameters.items()},
             "joints": [joint.record() for joint in self._joints.values()],
-            "positions": dict(self._positions),
             "means": {k: m.clone() for k, m in self._means.items()},
             "gradients": {k: g.clone() for k, g in self._gradients.items()},
         }
@@ -537,7 +602,6 @@ class KroneckerRecorder(Reader):
         self.passes = int(state["passes"])
         self._recorded = int(state["recorded"])
         self._drawn = int(state.get("drawn", 0))
-        self._positions = dict(state["positions"])
         self._means = {key: mean.to(device, copy=True) for key, mean in state["means"].items()}
         gradients = state.get("gradients", {})
         self._gradients = {key: g.to(device, copy=True) for key, g in gradients.items()}
@@ -586,7 +650,7 @@ def is_recordable(model: nn.Module) -> bool:
 
 
 def _numbers_of_factors(module: nn.Module, weight: Tensor) -> int:
-    """The numbers of A and G of a layer's matrix; of any other parameter those of its squares."""
+    """How many numbers a layer's matrix has in A, G and T; any other parameter has its squares."""
     is_matrix = weight.ndim > 1 and not isinstance(module, nn.Embedding)
     if not is_matrix:
         return weight.numel()
@@ -595,7 +659,7 @@ def _numbers_of_factors(module: nn.Module, weight: Tensor) -> int:
     columns = weight.numel() // weight.shape[0]
     if max(rows, columns) > LARGEST:
         return weight.numel()
-    return groups * ((columns + 1) ** 2 + rows**2)
+    return groups * ((columns + 1) ** 2 + rows**2) + 1
 
 
 def in_bytes(count: int) -> str:
@@ -620,9 +684,40 @@ def _check_recordable(parameters: Mapping[str, nn.Parameter], units: Sequence[Un
             f"{some(sharded)} are sharded over processes, where layers see no whole weights: "
             "record under DistributedDataParallel, or use fit_laplace"
         )
-    without_rule = [name for u in units if u.rule is None for name in u.names.values()]
-    if without_rule:
-        raise ModelError(f"no layer rule for {some(without_rule)}: freeze them, or use fit_laplace")
+    unreadable = [
+        name
+        for unit in units
+        if unit.rule is None and not _is_small(unit)
+        for name in unit.names.values()
+    ]
+    if unreadable:
+        raise ModelError(f"no layer rule for {some(unreadable)}: freeze them, or use fit_laplace")
+
+
+def _is_small(unit: Unit) -> bool:
+    """Whether a module without a rule is differentiated by itself: its parameters are vectors, and
+    it has neither modules inside of it nor buffers that a call may change."""
+    module = unit.module
+    has_vectors = all(p.ndim <= 1 for p in module.parameters())
+    has_children = next(module.children(), None) is not None
+    has_buffers = next(module.buffers(), None) is not None
+    return has_vectors and not has_children and not has_buffers
+
+
+def _read_outs(model: nn.Module, units: Sequence[Unit]) -> set[str]:
+    """The parameters of language models' heads, which get a diagonal: a factor would have the
+    square of the vocabulary.
+
+    The weight of such a head has the shape of an embedding's table.
+    """
+    tables = {tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Embedding)}
+    names: set[str] = set()
+    for unit in units:
+        weight = unit.module._parameters.get("weight")
+        is_table = isinstance(unit.module, nn.Embedding)
+        if weight is not None and tuple(weight.shape) in tables and not is_table:
+            names.update(unit.names.values())
+    return names
 
 
 def positions_of(visit: Visit) -> int:
@@ -660,14 +755,36 @@ def _rows_stand_for(visit: Visit, batch: int) -> bool:
 
 def _axes(batch: int, visit: Visit, gradients: Gradients) -> Axes:
     """Examples stand first, in one row each or in several that stand together."""
-    x = tree_leaves((visit.args, visit.kwargs))[0]
+    leaves = tree_leaves((visit.args, visit.kwargs))
     rows = len(visit.outputs[0])
     if not _rows_stand_for(visit, batch):
         raise ModelError(
-            f"layer {visit.unit.path!r} sees {len(x)} rows for {batch} examples: put examples first"
+            f"layer {visit.unit.path!r} sees {len(leaves[0])} rows for {batch} examples: put "
+            "examples first"
         )
     axis = Axis(repeats=rows // batch)
-    return [axis], [axis]
+    inputs = [axis if _has_rows(leaf, rows) else None for leaf in leaves]
+    return inputs, [axis] * len(visit.outputs)
+
+
+def _has_rows(leaf: Any, rows: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == rows
+
+
+def _gradient_of_module(visit: Visit, cotangents: Gradients) -> dict[str, Tensor]:
+    """The gradient of a module's own parameters for all examples at once, by name."""
+    module = visit.unit.module
+    wide = {a: p.to(working(p.dtype)) for a, p in module.named_parameters()}
+    leaves = leaves_of({attribute: wide[attribute] for attribute in visit.unit.names})
+    with torch.enable_grad():
+        output = functional_call(module, {**wide, **leaves}, visit.args, visit.kwargs)
+    outputs = leaves_with_gradient(output)
+    shaped = [
+        torch.zeros_like(f) if cotangent is None else cotangent.to(f.dtype)
+        for f, cotangent in zip(outputs, cotangents, strict=True)
+    ]
+    gradients = pulled(outputs, shaped, leaves, last=True)
+    return dict(zip(visit.unit.names.values(), gradients, strict=True))
 
 
 def _eigenvalues(factor: Tensor, basis: Tensor) -> Tensor:

@@ -216,6 +216,183 @@ def test_layers_that_take_no_part_are_named_and_inputs_that_are_overwritten() ->
         loss.backward()
 
 
+VOCABULARY = 16
+LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Llama, tied": {"tie_word_embeddings": True},
+    "Qwen3": {"head_dim": 4},
+    "Mistral": {},
+}
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    """Its import takes seconds, which do not belong to a test."""
+    library = pytest.importorskip("transformers")
+    for name in LANGUAGE_MODELS:
+        getattr(library, f"{name.partition(',')[0]}ForCausalLM")
+    return library
+
+
+def language_model(transformers: Any, name: str) -> Any:
+    family = name.partition(",")[0]
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=3,
+        **LANGUAGE_MODELS[name],
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model
+
+
+def ragged_texts() -> list[tuple[Tensor, Tensor]]:
+    """Two batches of texts of unequal length, and their labels: -100 for prompts and padding."""
+    batches = []
+    for seed, length in ((0, 7), (1, 5)):
+        ids = torch.randint(
+            4, VOCABULARY, (4, length), generator=torch.Generator().manual_seed(seed)
+        )
+        labels = ids.clone()
+        labels[0, :3] = -100
+        labels[1, 4:] = -100
+        batches.append((ids, labels))
+    return batches
+
+
+def total_loss(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+    return cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+
+
+def dense_factors(model: Any, path: str) -> tuple[Tensor, Tensor, float]:
+    """E Σ a aᵀ, E Σ d dᵀ and E T of one layer over all texts, by hooks of our own."""
+    inputs: list[Tensor] = []
+    outputs: list[Tensor] = []
+
+    def watch(module: nn.Module, args: Any, output: Tensor) -> None:
+        inputs.append(args[0].detach())
+        outputs.append(output)
+
+    handle = model.get_submodule(path).register_forward_hook(watch)
+    losses = [total_loss(model, ids, labels) for ids, labels in ragged_texts()]
+    handle.remove()
+    gradients = torch.autograd.grad(losses, outputs)
+    n_texts = sum(len(ids) for ids, _ in ragged_texts())
+    a = torch.cat([x.flatten(0, 1) for x in inputs])
+    d = torch.cat([g.flatten(0, 1) for g in gradients])
+    used = d.any(1)
+    a = a[used]
+    d = d[used]
+    return a.mT @ a / n_texts, d.mT @ d / n_texts, len(a) / n_texts
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_every_parameter_of_a_language_model_is_recorded(transformers: Any, name: str) -> None:
+    """Norms with weights alone, tables, heads and tables that are heads have their squares; other
+    matrices have factors, of the positions that have a label."""
+    model = language_model(transformers, name).train()
+    recorder = KroneckerRecorder(model, every=1, reduction="sum")
+    for ids, labels in ragged_texts():
+        total_loss(model, ids, labels).backward()
+    q = blr.Posterior.from_recorder(recorder, model, n_data=8, prior_precision=1.0)
+    recorder.remove()
+    parameters = dict(model.named_parameters())
+    assert q.mean.keys() == parameters.keys()
+    matrices = {n for n in parameters if "_proj" in n}
+    assert {block.key for block in q.form.blocks} == matrices
+    squares = {n: torch.zeros_like(p) for n, p in parameters.items()}
+    for ids, labels in ragged_texts():
+        for i in range(len(ids)):
+            loss = total_loss(model, ids[i : i + 1], labels[i : i + 1])
+            for n, g in zip(
+                parameters, torch.autograd.grad(loss, [*parameters.values()]), strict=True
+            ):
+                squares[n] += g.square()
+    for parameter in parameters.keys() - matrices:
+        torch.testing.assert_close(
+            q.precision(parameter) - 1, squares[parameter], rtol=1e-5, atol=1e-9
+        )
+    for block in q.form.blocks:
+        right, left, positions = dense_factors(model, block.key.removesuffix(".weight"))
+        s = q.form.values[block.key][0] - 1
+        u = torch.kron(block.left[0].contiguous(), block.right[0].contiguous())
+        torch.testing.assert_close(
+            (u * s.flatten()) @ u.mT, 8 * torch.kron(left, right) / positions, rtol=1e-5, atol=1e-8
+        )
+
+
+class Scale(nn.Module):
+    """w ∘ x / rms(x) + b, by nobody's definition; of the batch's rms where it mixes examples."""
+
+    def __init__(self, width: int, mixes: bool) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, width).double())
+        self.offset = nn.Parameter(torch.zeros(width).double())
+        self.mixes = mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean_square = x.square().mean() if self.mixes else x.square().mean(-1, keepdim=True)
+        return self.gain * x * mean_square.rsqrt() + self.offset
+
+
+def with_scale(mixes: bool) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 5), Scale(5, mixes), nn.Linear(5, 3)
+    return nn.Sequential(*layers).double().train()
+
+
+def test_vectors_of_unknown_modules_are_recorded() -> None:
+    _, x, y = example("mlp")
+    model = with_scale(mixes=False)
+    recorder = KroneckerRecorder(model, every=1)
+    passed(model, x, y, 6)
+    q = blr.Posterior.from_recorder(recorder, model, n_data=N, prior_precision=1.0)
+    for name in ("1.gain", "1.offset"):
+        parameter = model.get_parameter(name)
+        squares = torch.zeros_like(parameter)
+        for i in range(N):
+            loss = cross_entropy(model(x[i : i + 1]), y[i : i + 1])
+            (gradient,) = torch.autograd.grad(loss, [parameter])
+            squares += gradient.square()
+        torch.testing.assert_close(q.precision(name) - 1, squares)
+
+
+def test_vectors_of_modules_that_mix_examples_are_refused() -> None:
+    _, x, y = example("mlp")
+    model = with_scale(mixes=True)
+    KroneckerRecorder(model, every=1)
+    with pytest.raises(ModelError, match=r"1\.gain.*mixes examples"):
+        passed(model, x, y, 6)
+
+
+class Bilinear(nn.Module):
+    """A matrix that no rule reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.eye(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.matrix
+
+
+def test_matrices_of_unknown_modules_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"no layer rule for '0\.matrix'"):
+        KroneckerRecorder(nn.Sequential(Bilinear(), nn.Linear(4, 3)))
+
+
 @pytest.mark.parametrize("kind", ["kron", "adam", "ivon"])
 def test_checkpoints_on_disk_hold_all_that_was_learned(kind: str, tmp_path: Path) -> None:
     """The same posteriors as from memory, each as it was at its step; nothing but safetensors."""
