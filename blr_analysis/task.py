@@ -201,13 +201,19 @@ class Task:
         self.examples = replace(examples, labels=labels)
 
     def _predicts_pixels_without_labels(self) -> bool:
-        """Whether unlabelled inputs have outputs ``[B, C, H, W]``; one example tells."""
+        """Whether unlabelled inputs have outputs ``[B, C, H, W]``; one example tells.
+
+        A model that fails on it fails again where it is used, with a better reason.
+        """
         batch = self.examples.batch(torch.zeros(1, dtype=torch.long))
         is_unlabelled = self.forward is default_forward and not has_labels(batch)
         if not is_unlabelled:
             return False
-        with torch.no_grad(), self.evaluation():
-            returned, _ = self._forward_pass(batch, {}, None)
+        try:
+            with torch.no_grad(), self.evaluation():
+                returned, _ = self._forward_pass(batch, {}, None)
+        except ModelError:
+            return False
         outputs = getattr(returned, "logits", returned)
         return isinstance(outputs, Tensor) and outputs.ndim >= 4
 
