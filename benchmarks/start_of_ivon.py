@@ -17,6 +17,7 @@ weights were drawn (with it):
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Callable
@@ -38,6 +39,7 @@ HALVES = 32
 ASKED = 100  # test examples
 PLANTED = 0.05  # of the targets
 BATCH = 50
+NORMALISER = math.log(2 * math.pi) / 2  # of a Gaussian's −log density of variance 1
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Case:
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if self.likelihood == "categorical":
             return cross_entropy(outputs, targets, reduction="none")
-        return (outputs.squeeze(1) - targets).square() / 2
+        return (outputs.squeeze(1) - targets).square() / 2 + NORMALISER
 
     def planted(self) -> tuple[Tensor, Tensor]:
         """Targets of which some are wrong, and which."""
