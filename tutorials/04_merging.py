@@ -79,8 +79,8 @@ print("training images:", ", ".join(f"{len(y)} {k}" for k, (_, y) in train.items
 # takes the prior's share off by itself. `joint` is trained on everybody's images: a merge would
 # like to be as good.
 #
-# A warning says that most of that precision is still where it started, because the images are so
-# few. The start is the same for every weight, and draws these merges towards the plain average.
+# With so few images most of that precision is still its start, which is the same for every weight.
+# `from_optimizer` takes it off.
 
 
 # %%
