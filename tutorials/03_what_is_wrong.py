@@ -163,12 +163,13 @@ print(pd.crosstab(*columns).to_string())
 figure = Figure(figsize=(9.5, 4.8), layout="constrained")
 panels = figure.subplots(3)
 words = {"label": "Label", "unfamiliar": "Unfamiliar", "duplicate": "Duplicate"}
+assert found.proposed is not None and found.twin is not None
+assert found.unfamiliarity is not None
 for ax, (kind, title) in zip(panels, words.items(), strict=True):
     worst = [i for i in found.order.tolist() if found.kind[i] == kind][:12]
     if not worst:  # nothing is called by this name
         ax.set_axis_off()
         continue
-    assert found.proposed is not None and found.twin is not None
     said = {
         "label": [f"{data.names[y[i]]} → {data.names[found.proposed[i]]}" for i in worst],
         "unfamiliar": [f"tr ΛV {found.unfamiliarity[i]:.1f}" for i in worst],

@@ -103,6 +103,9 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "IVON, fisher": of(
         optim.IVON, lr=0.1, ess=N, beta2=0.9, hess_approx="fisher", batch_size=BATCH
     ),
+    "IVON, by the gradient": of(
+        optim.IVON, lr=0.01, ess=N, beta2=0.9, rescale_lr="gradient", clip_radius=5.0
+    ),
     "Vadam itself": of(optim.Vadam, lr=0.01, ess=N),
     "Vprop itself": of(optim.Vprop, lr=0.01, ess=N),
     **{f"dropout, {name}": partial(dropout, row=name) for name in ("SGD", "Adam", "VOGN")},

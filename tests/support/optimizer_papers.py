@@ -125,8 +125,9 @@ def ivon(
     rate: float = LR,
     clip: float = 9e9,
     draws: int = 2,
+    by_gradient: bool = False,
 ) -> Steps:
-    """Shen et al., ICML 2024, Algorithm 1."""
+    """Shen et al., ICML 2024, Algorithm 1; rate and clip in units of the first gradient."""
     m = START
     h = torch.full_like(START, 0.7)
     u = torch.zeros_like(START)
@@ -139,6 +140,10 @@ def ivon(
             g = run.gradient(m + noise, t)
             g_hat += g / draws
             h_hat += (g * noise / variance if approx == "price" else ESS * g**2) / draws
+        if by_gradient and t == 1:
+            size = g_hat[g_hat != 0].square().mean().sqrt()
+            rate = float(rate / size)
+            clip = float(clip * size)
         u = B1 * u + (1 - B1) * g_hat
         gap = h - h_hat
         h = h - (1 - B2) * gap + (1 - B2) ** 2 * gap**2 / (2 * (h + DECAY))
@@ -398,7 +403,12 @@ def kronecker(run: Run) -> Steps:
 H7 = {**COMMON, "hess_init": 0.7}
 OGN = {"lr": 0.05, "beta1": 0.0, "beta2": 0.9, "weight_decay": 0.02, "hess_init": 0.5}
 SMALL = {"eps": 1e-3, "weight_decay": 0.01}
-WAYS = [(a, d, r) for a in ("price", "gradsq") for d in (True, False) for r in (True, False)]
+WAYS = [
+    (approx, debias, rescale)
+    for approx in ("price", "gradsq")
+    for debias in (True, False)
+    for rescale in (True, False, "gradient")
+]
 STE = partial(of, optim.STE, lr=0.02)
 behind_a_sign = partial(torchs, look=signs, lr=0.02)
 T = torch.optim
@@ -428,7 +438,7 @@ def beside_torch(name: str, settings: dict[str, Any], kind: Any, torchs_own: dic
     return make, partial(torchs, kind=kind, **torchs_own, **shared), 1
 
 
-def ivon_of(approx: str, debias: bool, rescale: bool) -> Entry:
+def ivon_of(approx: str, debias: bool, rescale: bool | str) -> Entry:
     """IVON with two draws a step."""
     make = of(
         optim.IVON,
@@ -439,7 +449,8 @@ def ivon_of(approx: str, debias: bool, rescale: bool) -> Entry:
         clip_radius=0.4,
     )
     rate = LR * (0.7 + DECAY) if rescale else LR
-    return make, partial(ivon, approx=approx, debias=debias, clip=0.4, rate=rate), 2
+    settings = {"approx": approx, "debias": debias, "clip": 0.4, "rate": rate}
+    return make, partial(ivon, **settings, by_gradient=rescale == "gradient"), 2
 
 
 def bayesbinn_of(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch import Tensor
 
+from blr_analysis import ranks
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.expectations import FISHER, PRICE, SQUARED_TIMES_ESS
@@ -47,6 +50,17 @@ def size_of(groups: list[dict[str, Any]]) -> float:
     if sum_of_squares == 0:
         raise InputError('hess_init="weights" goes by weights that are trained; these are all 0')
     return math.sqrt(sum_of_squares / sum(p.numel() for p in weights))
+
+
+def root_mean_square(gradients: Sequence[Tensor]) -> float:
+    """Of the entries that are not 0: embeddings of words that a minibatch lacks have none.
+
+    >>> root_mean_square([torch.tensor([0.0, 3.0]), torch.tensor([4.0, 0.0])]) ** 2
+    12.5
+    """
+    sum_of_squares = sum(float(ranks.whole(g.double().square().sum())) for g in gradients)
+    n_entries = sum(int(ranks.whole((g != 0).sum())) for g in gradients)
+    return math.sqrt(sum_of_squares / n_entries) if n_entries else 0.0
 
 
 def hess_init_for(size: float, ess: float) -> float:
@@ -148,10 +162,12 @@ class IVON(RowOptimizer):
         torch.Size([1, 3])
 
     *What to set* (docs/ivon.md has the reasons and figures): ``ess`` the number of training
-    examples (of a loss averaged over tokens: of tokens), ``steps`` the number of steps, and ``lr``,
-    0.3 from fresh weights, or 0.1 with ``hess_init="weights"``; then try a third and three times of
-    it. At the start ``lr`` acts as in ``torch.optim.SGD(momentum=0)``; later the step size is
-    lr·(hess_init + δ)/(h + δ), and no weight moves further than 0.05 in a step. Without ``steps``
+    examples (of a loss averaged over tokens: of tokens), ``steps`` the number of steps, and ``lr``:
+    with ``rescale_lr="gradient"`` AdamW's, 0.003 from fresh weights, or 0.0003 with
+    ``hess_init="weights"``; without it 0.3 or 0.1. Then try a third and three times of it. At the
+    start ``lr`` acts as in ``torch.optim.SGD(momentum=0)`` (with ``"gradient"``, divided by the
+    size of the first gradient); later the step size is lr·(hess_init + δ)/(h + δ), and no weight
+    moves further than 0.05 in a step. Without ``steps``
     or a ``beta2`` of your own h hardly moves in trainings of less than 100,000 steps: the width of
     the draws then comes from ``hess_init``, not from the data.
 
@@ -173,12 +189,17 @@ class IVON(RowOptimizer):
         mc_samples: how often ``step(closure)`` calls the closure. Without a closure every
             ``sampled_params(train=True)`` since the last step counts as one draw.
         hess_approx: ``"price"``, ``"gradsq"`` or ``"fisher"``, which needs ``batch_size``.
-        clip_radius: bound on each element of the step before ``lr``, set by ``steps`` if inf.
+        clip_radius: bound on each element of the step before ``lr``, set by ``steps`` if inf; with
+            ``rescale_lr="gradient"`` in units of the first gradient's size.
         sync: average gradient and curvature estimates over all processes of
             ``torch.distributed`` in ``step`` (nothing happens if it is not initialised). Seed
             each process differently, so that they draw different weights.
         debias: divide the momentum by 1 − beta1^t, t the steps of that parameter.
-        rescale_lr: see ``lr``.
+        rescale_lr: see ``lr``. ``"gradient"``: ``lr`` is also divided by the root mean square of
+            the first step's gradient, over its entries that are not 0 (``gradient_size`` of a
+            group, which ``state_dict`` saves). So the first step moves a weight by ``lr`` in the
+            root mean square, as Adam's does, and rates as Adam's suit: without it, the best rate
+            depends on how large the loss's gradients are.
         generator: draws the noise, on its own device, and is saved and restored with the state.
             By default torch's global generators, which are the user's to save.
         steps: how many steps the training will have (epochs · batches): sets ``beta2`` where that
@@ -249,7 +270,7 @@ class IVON(RowOptimizer):
         clip_radius: float = math.inf,
         sync: bool = False,
         debias: bool = True,
-        rescale_lr: bool = True,
+        rescale_lr: bool | Literal["gradient"] = True,
         *,
         generator: torch.Generator | None = None,
         foreach: bool | None = None,
@@ -309,15 +330,35 @@ class IVON(RowOptimizer):
         hess_approx = one_of("hess_approx", group["hess_approx"], tuple(CURVATURES))
         if hess_approx != self.param_groups[0]["hess_approx"]:
             raise InputError("hess_approx is the same for all groups")
+        if isinstance(group["rescale_lr"], str):
+            one_of("rescale_lr", group["rescale_lr"], ("gradient",))
         if group.get("batch_size") is not None:
             positive_int("batch_size", group["batch_size"])
         elif hess_approx == "fisher":
             raise InputError('hess_approx="fisher" needs batch_size, the examples of a step')
 
+    def _update(self, inverse_scale: float) -> None:
+        unmeasured = [
+            group
+            for group in self.param_groups
+            if group["rescale_lr"] == "gradient" and "gradient_size" not in group
+        ]
+        if unmeasured:
+            gradients = list(self._gathered.grads.values())
+            size = root_mean_square(gradients) * inverse_scale
+            for group in unmeasured:
+                if size > 0:
+                    group["gradient_size"] = size
+        super()._update(inverse_scale)
+
     def _law(self, group: Group) -> Law:
-        settings = group
+        settings = {**group}
         if group["rescale_lr"]:
             lr = float(group["lr"]) * (group["hess_init"] + typical_decay(group))
-            settings = {**group, "lr": lr}
+            settings["lr"] = lr
+        if group["rescale_lr"] == "gradient":
+            size = group.get("gradient_size", math.inf)  # no step before the first gradient
+            settings["lr"] /= size
+            settings["clip_radius"] *= size
         move = replace(self.row.move, debias=bool(group["debias"]))
         return Law(CURVATURES[group["hess_approx"]], move, settings)

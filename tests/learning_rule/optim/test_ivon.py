@@ -97,7 +97,13 @@ def test_steps_set_how_fast_the_start_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"hess_init": 0.2, "weight_decay": 1e-3}, {"rescale_lr": False}]
+    "settings",
+    [
+        {},
+        {"hess_init": 0.2, "weight_decay": 1e-3},
+        {"rescale_lr": False},
+        {"rescale_lr": "gradient"},
+    ],
 )
 def test_with_steps_no_weight_moves_further_than_a_twentieth(settings: dict[str, Any]) -> None:
     def moved(**bounds: Any) -> Tensor:
@@ -117,3 +123,29 @@ def test_with_steps_no_weight_moves_further_than_a_twentieth(settings: dict[str,
     assert 0 < free[0].abs() < 0.05
     without = IVON([nn.Parameter(torch.ones(3))], lr=20.0, ess=1e9, **settings)
     assert without.param_groups[0]["clip_radius"] == math.inf
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_by_the_gradient_the_first_step_has_the_length_of_the_rate(scale: float) -> None:
+    """So it is whatever the loss is multiplied by; entries without gradient do not count."""
+    param = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    settings = {"lr": 0.01, "ess": 1e9, "beta2": 1.0, "weight_decay": 0.0}  # h stays
+    optimizer = IVON([param], rescale_lr="gradient", **settings)
+
+    def step_along(*slopes: float) -> Tensor:
+        before = param.detach().clone()
+        with optimizer.sampled_params(train=True):
+            optimizer.zero_grad()
+            (scale * (param * torch.tensor(slopes)).sum()).backward()
+        optimizer.step()
+        return param.detach() - before
+
+    assert step_along(0.0, 0.0, 0.0, 0.0).abs().max() == 0  # nothing to go by yet
+    moved = step_along(0.0, 1.0, -2.0, 2.0)
+    assert moved[0] == 0
+    # the zeros before weigh 0.9 · 0.1 / (1 − 0.81) in the debiased momentum
+    share = 0.1 / (1 - 0.9**2)
+    assert moved[1:].square().mean().sqrt() == pytest.approx(0.01 * share, rel=1e-3)
+    size = optimizer.param_groups[0]["gradient_size"]
+    step_along(9.0, 9.0, 9.0, 9.0)
+    assert optimizer.param_groups[0]["gradient_size"] == size

@@ -101,6 +101,7 @@ BROKEN_OF_IVON = (
     ("weight_decay", -1e-4),
     ("clip_radius", 0.0),
     ("hess_approx", "exact"),
+    ("rescale_lr", "adam"),
 )
 BROKEN_OF_BAYESBINN = (
     ("lr", 1.5),
