@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.minimum import PrecisionMatch, Stationarity
 
+STANDARD_ERRORS = 2  # on either side of a measurement
 Numbers = dict[str, list[float]]  # several numbers by name, which identify data or weights
 Part = TypeVar("Part")
 
@@ -27,6 +28,9 @@ class Calibration:
         how: what the predicted rises of the loss were compared with, in words.
         examples: the number of examples that were compared.
         ending: one line, if the training for it ended elsewhere than the model; else "".
+        left_out_loss: the mean loss of these examples by models without them, in nats; of sequences
+            in nats per token. None where it is not known.
+        left_out_loss_error: its standard error.
     """
 
     temperature: float
@@ -34,6 +38,19 @@ class Calibration:
     how: str = ""
     examples: int = 0
     ending: str = ""
+    left_out_loss: float | None = None
+    left_out_loss_error: float | None = None
+
+    @property
+    def highest_left_out_loss(self) -> float | None:
+        """The mean left-out loss that the measurement still allows: two standard errors above it.
+
+        >>> Calibration(0.3, left_out_loss=5.0, left_out_loss_error=0.1).highest_left_out_loss
+        5.2
+        """
+        if self.left_out_loss is None or self.left_out_loss_error is None:
+            return None
+        return self.left_out_loss + STANDARD_ERRORS * self.left_out_loss_error
 
 
 @dataclass(frozen=True)

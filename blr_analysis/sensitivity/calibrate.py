@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import chunks
+from blr_analysis.backprop.loss import SequenceEvaluation, evaluated
 from blr_analysis.checks import at_least, positive_int
 from blr_analysis.errors import PosteriorWarning
 from blr_analysis.posterior.facts import Calibration
@@ -108,6 +109,7 @@ class Measurement:
         losses: τ → the estimated losses ``[B]``.
         truth: the true losses ``[B]``; NaN where the descent of an example failed.
         weight: the weight of each example in the sums, ``[B]``.
+        tokens: the tokens of each example that count, ``[B]``; 1 where examples are no sequences.
         how: where the truth comes from, in words.
         is_exact: whether the truth comes from descents, and not from one random training.
         ending: one line if that training ended at another loss than the model's; "" if not.
@@ -116,6 +118,7 @@ class Measurement:
     losses: Losses
     truth: Tensor
     weight: Tensor
+    tokens: Tensor
     how: str
     is_exact: bool
     ending: str = ""
@@ -124,6 +127,21 @@ class Measurement:
     def usable(self) -> Tensor:
         """Which examples have a true loss, ``[B]``."""
         return self.truth.isfinite()
+
+    def left_out_loss(self) -> tuple[float | None, float | None]:
+        """The mean of the true losses per token, and its standard error (of a ratio of sums).
+
+        Both are None where there are fewer than two.
+        """
+        usable = self.usable
+        losses = (self.weight * self.truth)[usable]
+        if len(losses) < 2:
+            return None, None
+        tokens = (self.weight * self.tokens)[usable]
+        mean = losses.sum() / tokens.sum()
+        spread = (losses - mean * tokens).std()
+        error = math.sqrt(len(losses)) * spread / tokens.sum()
+        return float(mean), float(error)
 
     def gaps(self, log_temperature: float) -> Tensor:
         """(estimate − truth) times weight, ``[B]``; 0 where there is no truth."""
@@ -176,12 +194,15 @@ def _calibrated(
     if log_temperature is None:
         why = f"no temperature agrees with {measurement.how}"
         return _unchanged(users_posterior, why, measurement.ending)
+    left_out_loss, left_out_loss_error = measurement.left_out_loss()
     calibration = Calibration(
         temperature=math.exp(log_temperature),
         error=measurement.error(log_temperature),
         how=measurement.how,
         examples=int(measurement.usable.sum()),
         ending=measurement.ending,
+        left_out_loss=left_out_loss,
+        left_out_loss_error=left_out_loss_error,
     )
     return users_posterior.changed(
         calibration=calibration,
@@ -202,6 +223,7 @@ def _measured(task: Task, q: Posterior, probe: int, seed: int) -> Measurement | 
             losses=left_out_losses(task, q, chosen),
             truth=_losses_by_descent(task, q, chosen),
             weight=weight,
+            tokens=_tokens(task, q, chosen),
             how="exact solves",
             is_exact=True,
         )
@@ -213,6 +235,7 @@ def _measured(task: Task, q: Posterior, probe: int, seed: int) -> Measurement | 
         losses=left_out_losses(task, q, chosen),
         truth=truth,
         weight=torch.ones(len(chosen), dtype=torch.float64),
+        tokens=_tokens(task, q, chosen),
         how="a training without a tenth",
         is_exact=False,
         ending=ending,
@@ -329,6 +352,15 @@ def _losses_by_descent(task: Task, q: Posterior, chosen: Tensor) -> Tensor:
         likelihood = task.likelihood.at(index) if task.likelihood.is_sequence else scored
         losses.append(likelihood.nll(outputs.double(), targets_on_cpu(targets)))
     return torch.cat(losses).masked_fill(removals.lost, torch.nan)
+
+
+def _tokens(task: Task, q: Posterior, chosen: Tensor) -> Tensor:
+    """The tokens of these examples that count, ``[B]``; 1 where examples are no sequences."""
+    if not task.likelihood.is_sequence:
+        return torch.ones(len(chosen), dtype=torch.float64)
+    evaluation, _ = evaluated(task.subset(chosen), q.mean)
+    assert isinstance(evaluation, SequenceEvaluation)
+    return evaluation.tokens.double()
 
 
 def _probe(task: Task, q: Posterior, count: int, seed: int) -> tuple[Tensor, Tensor]:

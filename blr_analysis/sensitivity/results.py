@@ -203,6 +203,8 @@ class LeaveOneOut(PerExample, Plottable):
         unfamiliarity: tr(Λ_i V_i), ``[N]``, the part of the model's parameters that the example
             determines.
         chance: for sequences, the loss in nats per token of guessing by the tokens' frequencies.
+        measured: for sequences, the highest loss per token that agrees with what
+            :func:`blr_analysis.calibrate` measured; None where nothing was measured.
         correction: one word for each example: "first_order", "cavity", "bounded" (a cavity whose
             leverage is near or above 1), "descent" (a refined example), or "subtraction" of a site.
     """
@@ -217,6 +219,7 @@ class LeaveOneOut(PerExample, Plottable):
     leverage: Tensor | None = None
     unfamiliarity: Tensor | None = None
     chance: float | None = None
+    measured: float | None = None
     likelihood: Likelihood | None = None
 
     @property
@@ -249,10 +252,14 @@ class LeaveOneOut(PerExample, Plottable):
         """Whether the left-out predictions are worse than chance, so that they are no estimate.
 
         Predictions agree less with their targets than shuffled ones would, and some leverage is 1
-        or more: then the moves are too long. For sequences, the loss per token is above ``chance``.
+        or more: then the moves are too long. For sequences, the loss per token is above ``chance``,
+        and above what a calibration measured: a model that memorises may do worse than a guess.
         """
         if self.chance is not None:
-            return self.nll_per_token > self.chance
+            highest_loss = self.chance
+            if self.measured is not None:
+                highest_loss = max(self.chance, self.measured)
+            return self.nll_per_token > highest_loss
         if self.leverage is None or not bool((self.leverage >= 1).any()):
             return False
         assert self.predictions is not None and self.targets is not None

@@ -30,8 +30,10 @@ import blr_analysis as blr
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.posterior import Posterior
+from blr_analysis.posterior.facts import Calibration
 from blr_analysis.posterior.structures import Diagonal
 from blr_analysis.sensitivity import token_sensitivity
+from blr_analysis.sensitivity.calibrate import _tenth
 from blr_analysis.task import Task
 
 N = 8
@@ -152,6 +154,53 @@ def test_left_out_tokens_that_lose_more_than_a_guess_are_no_estimate() -> None:
     assert "no estimate" in wild.note
     tame = blr.leave_one_out(world.task, tight)
     assert tame.is_below_chance == (tame.nll_per_token > tame.chance)
+
+
+@pytest.mark.parametrize("above", [0.15, 1.0])
+def test_a_loss_worse_than_a_guess_is_an_estimate_where_calibration_measured_it(
+    above: float,
+) -> None:
+    """By two standard errors of the measurement."""
+    world = world_of("plain")
+    precision = {n: torch.full_like(p, 1e-3) for n, p in world.task.parameters().items()}
+    q = Posterior(world.task.parameters(), precision, prior_precision=1e-4, n_data=N)
+    unmeasured = blr.leave_one_out(world.task, q)
+    assert unmeasured.is_below_chance
+    measured = Calibration(
+        1.0, left_out_loss=unmeasured.nll_per_token - above, left_out_loss_error=0.1
+    )
+    left_out = blr.leave_one_out(world.task, q.changed(calibration=measured))
+    assert left_out.is_below_chance == (above > 0.2)
+    assert ("no estimate" in left_out.note) == (above > 0.2)
+
+
+def test_calibration_records_the_left_out_loss_of_a_token() -> None:
+    """Of the sequences that a training leaves out: here that training returns another model."""
+    world = world_of("plain")
+    other = tiny_lm(**MODELS["plain"])
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+
+    def train(data: object, seed: int) -> nn.Module:
+        return other
+
+    loader = task_of(world.model, world.ids, world.labels, likelihood="causal_lm").dataset
+    recipe = blr.Recipe(train=train)
+    task = blr.Task(world.model, loader, likelihood="causal_lm", recipe=recipe)
+    q = blr.fit_laplace(task, structure="diag", curvature="mc_fisher", **FIT)
+    losses = [
+        token_gradients(other, x, y, True)[0] for x, y in zip(world.ids, world.labels, strict=True)
+    ]
+    left_out = _tenth(task, seed=0)
+    per_text = torch.stack([losses[i].sum() for i in left_out.tolist()])
+    n_tokens = torch.stack([(losses[i] != 0).sum() for i in left_out.tolist()]).double()
+    calibration = blr.calibrate(task, q).calibration
+    mean = per_text.sum() / n_tokens.sum()
+    assert calibration.left_out_loss == pytest.approx(float(mean))
+    spread = (per_text - mean * n_tokens).std()
+    error = 2**0.5 * spread / n_tokens.sum()
+    assert calibration.left_out_loss_error == pytest.approx(float(error))
 
 
 def test_texts_are_suspected_by_their_loss_above_a_guess_of_the_words() -> None:

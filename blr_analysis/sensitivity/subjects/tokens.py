@@ -59,12 +59,14 @@ class Sequences(Network):
             raise InputError("refine= takes no sequences; use refine=0")
         scores = self.scores()
         assert scores.self_influence is not None
+        calibration = self.posterior.calibration
         result = LeaveOneOut(
             losses=scores.losses + scores.self_influence,
             losses_before=scores.losses,
             tokens=scores.tokens,
             correction=["first_order"] * len(scores),
             chance=chance_per_token(self.task),
+            measured=None if calibration is None else calibration.highest_left_out_loss,
             likelihood=self.likelihood,
             metadata=self.metadata,
             note=self.note,
