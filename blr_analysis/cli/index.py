@@ -17,13 +17,15 @@ import typer
 from blr_analysis.cli.inputs import Source
 from blr_analysis.cli.options import Shared, show_forecast
 from blr_analysis.cli.origin import SOURCE, origin_of
-from blr_analysis.cli.refinement import say_if_rough
+from blr_analysis.cli.refinement import ROUGH
 from blr_analysis.errors import InputError
 from blr_analysis.terminal import Teller, pairs
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
     from blr_analysis.posterior import Forecast
+    from blr_analysis.posterior.posterior import Posterior
     from blr_analysis.sensitivity import Index
+    from blr_analysis.sensitivity.influence.results import ProjectionError
     from blr_analysis.task import Task
 
 
@@ -53,7 +55,8 @@ def index(
       blr-analysis index ./llm train.jsonl --out INDEX --dry-run
 
     The index keeps a projection of every example's gradient. The error of its influence is
-    measured on some pairs of examples; a large one is reported before all examples are visited.
+    measured on some pairs of examples; where it is large, a line says so before all examples are
+    visited, and which --rank would be enough.
     The posterior of texts is fitted to a sample of at most 256. An index that was killed
     continues where it was, in the fit (whose work lies in INDEX.unfinished meanwhile) and in the
     index; --force starts again.
@@ -75,7 +78,8 @@ def index(
             remove_earlier(out, unfinished)
         check_place(out, task, rank, at_model=source.posterior is None)
         if shared.dry_run:
-            return show_forecast(index_forecast(source, task, rank))
+            cost = index_forecast(source, task, rank)
+            return show_forecast(cost, fit=fit_in_words(source, task))
         built, seconds = built_index(source, task, rank, out, unfinished, say)
         if not ranks.first():
             return None
@@ -111,10 +115,28 @@ def built_index(
     with profiled() as seconds:
         posterior = source.posterior_of(task, say, unfinished, sampled=True)
         say("indexing")
-        built = Index.build(task, posterior, out, rank=rank, heard=partial(say_if_rough, say))
+        report = partial(say_rank, say, task, posterior, rank)
+        built = Index.build(task, posterior, out, rank=rank, heard=report)
     total = time.perf_counter() - start
     rest = total - sum(seconds.values())
     return built, {**seconds, "the rest": rest}
+
+
+def say_rank(
+    say: Teller, task: Task, posterior: Posterior, rank: int, error: ProjectionError
+) -> None:
+    """Say that an index will be rough, and which --rank would be enough."""
+    from blr_analysis.sensitivity.index.rank import larger_ranks, rank_with_error_below
+
+    if error.relative_rms <= ROUGH:
+        return
+    enough = rank_with_error_below(ROUGH, task, posterior, rank)
+    if enough is None:
+        largest = larger_ranks(rank)[-1]
+        advice = f"--rank {largest} is, too; query --refine compares the best exactly"
+    else:
+        advice = f"--rank {enough} brings it below {ROUGH:g}, in {enough / 1000:.0f} kB an example"
+    say(f"note: the index is rough (relative error {error.relative_rms:.2f}); {advice}")
 
 
 def write_origin(source: Source, task: Task, built: Index) -> None:
@@ -129,11 +151,41 @@ def write_origin(source: Source, task: Task, built: Index) -> None:
 
 def index_forecast(source: Source, task: Task, rank: int) -> Forecast:
     """What an index costs, with the fit of its posterior where none was saved."""
-    from blr_analysis.sensitivity.index.build import build_cost
+    from blr_analysis.posterior.posterior import Posterior
+    from blr_analysis.sensitivity.index.trial import build_forecast
 
-    examples = source.examples(task, sampled=True)
-    saved = 0 if source.posterior is None else source.posterior.stat().st_size
-    return build_cost(task, examples, rank, structure=source.structure, saved=saved)
+    def fit(task: Task) -> Posterior:
+        return source.fitted(task, silent, sampled=True)
+
+    def read(task: Task) -> Posterior:
+        assert source.posterior is not None
+        return Posterior.load(source.posterior).on(task, same_data=False)
+
+    posterior_for = fit if source.posterior is None else read
+    return build_forecast(
+        task,
+        rank,
+        posterior_for,
+        partial(source.examples, sampled=True),
+        structure=source.structure,
+    )
+
+
+def fit_in_words(source: Source, task: Task) -> str:
+    """Which part of the passes the fit takes; "" where a saved posterior is read."""
+    from blr_analysis.posterior.fit import LARGEST_SAMPLE
+
+    n_examples = source.examples(task, sampled=True)
+    if n_examples == 0:
+        return ""
+    words = f"{n_examples / task.n_data:.2f} of these passes"
+    if task.likelihood.is_sequence:
+        words += f"; it visits {LARGEST_SAMPLE} texts, or all if there are fewer"
+    return words
+
+
+def silent(text: str) -> None:
+    """Says nothing of the trial that a dry run makes."""
 
 
 def show_index(built: Index, out: Path, *, is_of_a_model: bool) -> None:

@@ -213,15 +213,20 @@ class Source:
             if other_weights := warning_of_other_weights(task, posterior.on(task)):
                 say(f"note: {other_weights}")
         else:
-            posterior = self._fitted(task, say, unfinished, sampled=sampled)
+            posterior = self.fitted(task, say, unfinished, sampled=sampled)
         if self.calibrate:
             say("calibrating the posterior")
             posterior = calibrate(task, posterior)
             say(f"temperature {posterior.temperature:.3g}")
         return posterior
 
-    def _fitted(
-        self, task: Task, say: Teller, unfinished: Path | None, *, sampled: bool
+    def fitted(
+        self,
+        task: Task,
+        say: Callable[[str], None],
+        unfinished: Path | None = None,
+        *,
+        sampled: bool,
     ) -> Posterior:
         """A Laplace posterior; says how its prior precision was chosen."""
         from blr_analysis.posterior import fit_laplace

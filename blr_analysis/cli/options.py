@@ -360,17 +360,20 @@ def as_duration(seconds: float) -> str:
     return f"{minutes} minutes"
 
 
-def show_forecast(cost: Forecast, *, besides: str = "") -> dict[str, Any]:
+def show_forecast(cost: Forecast, *, fit: str = "", besides: str = "") -> dict[str, Any]:
     """Print passes, time, memory and disk, a line each.
 
     Args:
+        fit: what of it the fit of a posterior takes, in words.
         besides: costs that these do not count, in words.
 
     Returns:
         The same as plain values.
     """
-    rows = {
-        "passes": f"{cost.passes:.2f} over the data",
+    rows = {"passes": f"{cost.passes:.2f} over the data"}
+    if fit:
+        rows["fit"] = fit
+    rows |= {
         "time": f"about {as_duration(cost.seconds)}, as a few examples are timed",
         "memory": f"about {cost.memory / 2**30:.1f} GiB",
         "disk": f"{cost.disk / 2**20:,.1f} MiB",

@@ -6,7 +6,6 @@ compared again, by their exact influence, where model and training data are at h
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -102,16 +101,16 @@ def number_to_refine(index: Index, questions: Task, request: Request) -> int:
 def gradients_of_refinement(index: Index, questions: Task, number: int) -> int:
     """The most gradients that a refinement of ``number`` texts of each question computes.
 
-    The texts of all questions are united. The questions come in blocks whose gradients fit into
-    memory, and for each block every text's gradient is computed once.
+    The questions come in blocks whose gradients fit into memory. The texts of a block's questions
+    are united, and the gradient of each is computed once.
     """
-    from blr_analysis.sensitivity.influence.blocks import Budget
+    from blr_analysis.sensitivity.index.index import blocks_of_questions
 
-    n_questions = questions.n_data
-    united = min(index.n_data, n_questions * number)
-    questions_per_block = Budget.of(questions, index.posterior, n_questions).vectors
-    n_blocks = math.ceil(n_questions / questions_per_block)
-    return n_questions + n_blocks * united
+    texts_by_block = [
+        min(index.n_data, len(block) * number)
+        for block in blocks_of_questions(questions, index.posterior)
+    ]
+    return questions.n_data + sum(texts_by_block)
 
 
 @contextmanager

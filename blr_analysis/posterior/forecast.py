@@ -66,7 +66,7 @@ class Forecast:
             numbers_in_memory += sum(map(_numbers_of_factors, layers))
             numbers_on_disk = _numbers_of_factors if structure == "kron" else _numbers_of_gram
             disk += itemsize * sum(map(numbers_on_disk, layers))
-        memory = _peak_memory() + itemsize * numbers_in_memory
+        memory = peak_memory(task.device) + itemsize * numbers_in_memory
         seconds = swept * sweep_seconds(task, params)
         if trained:
             seconds += trained * step_seconds(task)
@@ -108,8 +108,10 @@ def _inputs_of(joint: Joint) -> int:
     return joint.layout.columns + has_bias
 
 
-def _peak_memory() -> int:
-    """The most memory that this process has had so far, in bytes."""
+def peak_memory(device: torch.device) -> int:
+    """The most memory that this process has had so far on the device, in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     bytes_per_unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * bytes_per_unit
 
@@ -150,14 +152,14 @@ def _timed(task: Task, run: Callable[[Tensor], None]) -> float:
     """Seconds for an example, measured on examples spread evenly over the data."""
     indices = evenly_spread(task.n_data, EXAMPLES_TIMED)
     run(indices)  # the first time is slower, and not measured
-    _wait_for(task.device)
+    wait_for(task.device)
     started = time.perf_counter()
     run(indices)
-    _wait_for(task.device)
+    wait_for(task.device)
     return (time.perf_counter() - started) / len(indices)
 
 
-def _wait_for(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
     """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -19,8 +19,10 @@ from transformers.pytorch_utils import Conv1D
 import blr_analysis as blr
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.sensitivity.index import stored
+from blr_analysis.sensitivity.index.index import blocks_of_questions
 from blr_analysis.sensitivity.index.places import energies, rooms
 from blr_analysis.sensitivity.index.projection import DTYPES, Projection, records_of, values_of
+from blr_analysis.sensitivity.index.rank import larger_ranks, rank_with_error_below
 from blr_analysis.sensitivity.index.sketch import MatrixSketch, Sketch
 
 N = 12
@@ -246,6 +248,37 @@ def test_few_numbers_err_as_they_say_and_are_refined(tmp_path: Path) -> None:
         assert torch.equal(refined.helpful, truth.helpful) or normalize
         if not normalize:
             assert relative(refined.harmful_values, truth.harmful_values) < 1e-10
+
+
+@pytest.mark.parametrize("limit", [1.0, 0.3, 1e-9])
+def test_the_rank_that_is_advised_is_the_first_with_an_error_below_the_limit(
+    tmp_path: Path, limit: float
+) -> None:
+    task = language()
+    q = posterior(task, "kron")
+    errors = {
+        rank: blr.Index.build(task, q, tmp_path / str(rank), rank=rank).error.relative_rms
+        for rank in larger_ranks(10)
+    }
+    enough = [rank for rank, error in errors.items() if error < limit]
+    advised = rank_with_error_below(limit, task, q, 10)
+    assert advised == (enough[0] if enough else None)
+
+
+def test_questions_that_do_not_fit_into_memory_together_are_refined_in_blocks(
+    tmp_path: Path,
+) -> None:
+    """Each block visits the candidates of its own questions."""
+    task = language()
+    test = task_of(tiny_lm(tied=True), sequences(4))
+    q = posterior(task)
+    index = blr.Index.build(task, q, tmp_path / "i", rank=60)
+    test.memory_budget = 1
+    blocks = blocks_of_questions(test, q)
+    assert [len(block) for block in blocks] == [1] * 4
+    rows = index.top(test, 3, harmful=False).helpful.mT
+    exact = blr.influence(task, q, test).matrix
+    assert relative(index._exact(test, rows), exact.gather(0, rows)) < 1e-10
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from blr_analysis import ranks
 from blr_analysis.backprop.record import indices_of_rank
 from blr_analysis.errors import StorageError
 from blr_analysis.files.placing import check_free, check_room, held
-from blr_analysis.posterior import Forecast
 from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.sensitivity.index.projection import (
     DTYPES,
@@ -72,7 +71,7 @@ class Builder:
         """How far the index errs, before it is written: as the plan says, or measured."""
         plan = self.store.plan
         if "error" not in plan:
-            error = self._measured_error()
+            error = measured_error(self.projection, self.dtype)
             if ranks.first():
                 write_record(self.store.path / PLAN, plan | {"error": error.entry})
             ranks.wait()
@@ -106,33 +105,6 @@ class Builder:
         self.store.write_examples(self.projection.task.metadata)
         self.store.write_config(claim | entries)
 
-    def _measured_error(self) -> ProjectionError:
-        """Stored against exact influence, on random pairs of different training examples.
-
-        The influence of examples on themselves is many times larger and stored best: it would hide
-        the error.
-        """
-        task = self.projection.task
-        q = self.projection.sketch.posterior
-        rows, columns = probe(task.n_data)
-        questions = Projection(task, self.projection.sketch).whole(columns, divided=True)
-        records = records_of(self.projection.whole(rows, divided=True), self.dtype)
-        estimate = values_of(records, questions).double()
-        exact = torch.zeros_like(estimate)
-        visited = ranks.share(torch.arange(len(rows)))
-        if len(visited):
-            parts = pieces(
-                task,
-                q,
-                task,
-                train_cotangent=self.projection.cotangent,
-                indices=rows[visited],
-                test_indices=columns,
-            )
-            exact[visited] = matrix_of(parts).double()
-        ranks.total([exact])
-        return ProjectionError.between(estimate, exact)
-
 
 def write(
     task: Task, q: Posterior, path: Path, rank: int, dtype: str, heard: Heard | None = None
@@ -161,6 +133,51 @@ def write(
     ranks.wait()
 
 
+def of_one_checkpoint(q: Posterior) -> Posterior:
+    """The posterior of a run at the one checkpoint that an index takes, nearest the run's half."""
+    return q.earlier[-1] if q.earlier else q
+
+
+def measured_error(
+    projection: Projection, dtype: torch.dtype, exact: Tensor | None = None
+) -> ProjectionError:
+    """Stored against exact influence, on random pairs of different training examples.
+
+    The influence of examples on themselves is many times larger and stored best: it would hide the
+    error.
+
+    Args:
+        exact: what :func:`exact_on_probe` returned, if it was called already.
+    """
+    if exact is None:
+        exact = exact_on_probe(projection)
+    task = projection.task
+    rows, columns = probe(task.n_data)
+    questions = Projection(task, projection.sketch).whole(columns, divided=True)
+    records = records_of(projection.whole(rows, divided=True), dtype)
+    return ProjectionError.between(values_of(records, questions).double(), exact)
+
+
+def exact_on_probe(projection: Projection) -> Tensor:
+    """The exact influence between the examples of :func:`probe`, in float64."""
+    task = projection.task
+    rows, columns = probe(task.n_data)
+    exact = torch.zeros(len(rows), len(columns), dtype=torch.float64)
+    visited = ranks.share(torch.arange(len(rows)))
+    if len(visited):
+        parts = pieces(
+            task,
+            projection.sketch.posterior,
+            task,
+            train_cotangent=projection.cotangent,
+            indices=rows[visited],
+            test_indices=columns,
+        )
+        exact[visited] = matrix_of(parts).double()
+    ranks.total([exact])
+    return exact
+
+
 def probe(n_data: int) -> tuple[Tensor, Tensor]:
     """Random training examples, and others on which their influence is measured; of a single
     example, itself."""
@@ -169,24 +186,6 @@ def probe(n_data: int) -> tuple[Tensor, Tensor]:
     rows = order[count:][:PROBE_ROWS].sort().values
     columns = order[:count].sort().values if count else rows
     return rows, columns
-
-
-def build_cost(task: Task, fit: int, rank: int, *, structure: str, saved: int = 0) -> Forecast:
-    """What a build takes beside the ``fit`` examples of the posterior.
-
-    Args:
-        structure: of a posterior that is fitted.
-        saved: bytes of a posterior that is there; 0 where it is fitted.
-    """
-    n = task.n_data
-    parameters = task.parameters().values()
-    size = sum(p.numel() for p in parameters)
-    rows, columns = probe(n)
-    to_measure = 2 * (len(rows) + len(columns))  # by the sketch, and exactly
-    posterior = saved or 2 * sum(p.nbytes for p in parameters)
-    disk = n * min(rank, size) + posterior
-    examples = fit + to_measure + n
-    return Forecast.of(task, examples, disk=disk, structure=structure)
 
 
 def check_place(path: Path, task: Task, rank: int, *, at_model: bool) -> None:

@@ -23,11 +23,11 @@ from blr_analysis.posterior.recognition import differs
 from blr_analysis.posterior.recognition import fingerprint as fingerprint_of_task
 from blr_analysis.posterior.structures.contract import Spectral
 from blr_analysis.sensitivity.door import checked_posterior
-from blr_analysis.sensitivity.index.build import Heard, fingerprint, write
+from blr_analysis.sensitivity.index.build import Heard, fingerprint, of_one_checkpoint, write
 from blr_analysis.sensitivity.index.projection import DTYPES, Projection, values_of
 from blr_analysis.sensitivity.index.sketch import Sketch
 from blr_analysis.sensitivity.index.stored import POSTERIOR, Records, Store
-from blr_analysis.sensitivity.influence.blocks import matrix_of, pieces
+from blr_analysis.sensitivity.influence.blocks import Budget, matrix_of, pieces
 from blr_analysis.sensitivity.influence.results import (
     SHOWN,
     Best,
@@ -111,9 +111,7 @@ class Index:
             ...     index.influence(task).shape, index.top(task, 2).helpful.shape
             (torch.Size([30, 30]), torch.Size([30, 2]))
         """
-        q = checked_posterior(task, posterior)
-        if q.earlier:
-            q = q.earlier[-1]
+        q = of_one_checkpoint(checked_posterior(task, posterior))
         if not isinstance(q.form, Spectral):
             raise PosteriorError(f"an index takes 'diag', 'kron' or 'gram', not {q.structure!r}")
         positive_int("rank", rank)
@@ -299,17 +297,35 @@ class Index:
         return {1: largest, -1: smallest} if harmful else {1: largest}
 
     def _exact(self, test_task: Task, rows: Tensor) -> Tensor:
-        """The exact influence of these candidates ``[r, M]`` on each question."""
+        """The exact influence of these candidates ``[r, M]`` on each question.
+
+        The questions come in blocks whose gradients fit into memory. For each block the gradients
+        of its own candidates are computed, each once.
+        """
         assert self._task is not None
-        candidates, places = rows.unique(return_inverse=True)
-        exact = pieces(
-            self._task.quiet,
-            self.posterior,
-            test_task.with_model(self._task),
-            train_cotangent=mean_errors(self._task, self.posterior),
-            indices=candidates,
-        )
-        return matrix_of(exact).gather(0, places.view_as(rows))
+        task = self._task.quiet
+        questions = test_task.with_model(self._task)
+        errors = mean_errors(task, self.posterior)
+        blocks = []
+        for block in blocks_of_questions(questions, self.posterior):
+            candidates, places = rows[:, block].unique(return_inverse=True)
+            exact = pieces(
+                task,
+                self.posterior,
+                questions,
+                train_cotangent=errors,
+                indices=candidates,
+                test_indices=block,
+            )
+            blocks.append(matrix_of(exact).gather(0, places))
+        return torch.cat(blocks, dim=1)
+
+
+def blocks_of_questions(questions: Task, q: Posterior) -> tuple[Tensor, ...]:
+    """The indices of questions whose gradients fit into memory together."""
+    n_questions = questions.n_data
+    size = Budget.of(questions, q, n_questions).vectors
+    return torch.arange(n_questions).split(size)
 
 
 def _of_task(posterior: Posterior, task: Task | None) -> Posterior:

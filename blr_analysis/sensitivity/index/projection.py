@@ -27,7 +27,7 @@ DTYPES = {
     "float64": torch.float64,
 }
 LARGEST = 127  # of the whole numbers of a byte
-ROWS = 64  # stored examples that are multiplied at once
+ROWS = 64  # examples that are multiplied, or rounded, at once
 
 Part = tuple[Tensor, Tensor]  # some examples, and numbers of each
 
@@ -79,6 +79,11 @@ def joined(parts: Iterable[Part], order: Tensor, *, divided: bool) -> Tensor:
 
 def records_of(z: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """What a file holds of these sketches."""
+    parts = [_records_of_part(part, dtype) for part in z.split(ROWS)]  # needs less memory
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _records_of_part(z: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     squares = z.double().square().sum(1)
     if dtype == torch.int8:
         unit = rooted(z.abs().amax(1).square()) / LARGEST
