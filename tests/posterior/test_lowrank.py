@@ -9,7 +9,7 @@ import pytest
 import torch
 from curvlinops import GGNLinearOperator
 from models import mlp, normal
-from oracles import dense_ggn, dense_jacobian, flatten, relative, rows
+from oracles import dense_ggn, dense_jacobian, flatten, relative, rows, unflatten
 from torch import Tensor, nn
 
 import blr_analysis as blr
@@ -69,9 +69,47 @@ def test_leading_directions_are_those_of_curvlinops(rank: int) -> None:
     assert float(torch.linalg.svdvals(projection)[-1]) > 1 - 1e-6
 
 
-@pytest.mark.parametrize(
-    "prior", [20.0, {"0.weight": 0.1, "0.bias": 3.0, "2.weight": 40.0, "2.bias": 1.0}]
-)
+PRIORS = [20.0, {"0.weight": 0.1, "0.bias": 3.0, "2.weight": 40.0, "2.bias": 1.0}]
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_directions_lead_in_the_priors_metric_and_the_rest_is_its_diagonal(prior: Any) -> None:
+    """δ^½ times the eigenvectors of δ^-½ G δ^-½, against dense algebra; D is the prior and what
+    the directions leave of G's diagonal."""
+    task = task_of()
+    rank = 7
+    q = fitted(task, prior=prior, rank=rank)
+    delta = flatten({n: torch.full_like(m, q.prior.of(n)) for n, m in q.mean.items()})
+    ggn = ggn_of(task)
+    _, vectors = torch.linalg.eigh(ggn / delta.outer(delta).sqrt())
+    wanted, _ = torch.linalg.qr(delta.sqrt().unsqueeze(1) * vectors[:, -rank:])
+    basis = rows(q.form.basis)
+    assert relative(basis @ basis.mT, torch.eye(rank).double()) < 1e-10
+    assert relative(basis.mT @ basis, wanted @ wanted.mT) < 1e-6
+    inside = basis.mT @ (basis @ ggn @ basis.mT) @ basis
+    left = (ggn - inside).diagonal().clamp_min(0)
+    unit = unflatten(torch.eye(SIZE).double(), q.mean)
+    truth = inside + left.diag() + delta.diag()
+    assert relative(rows(q.form.times(unit)), truth) < 1e-8
+
+
+def test_directions_are_looked_for_until_no_trace_is_missing() -> None:
+    """Equal eigenvalues end a Krylov space early: here 24 of 30, in blocks of 8."""
+    x = torch.eye(30, dtype=torch.float64)[:24]
+    model = nn.Linear(30, 1, bias=False).double()
+    task = blr.Task(model, (x, torch.zeros(24, 1).double()), likelihood="gaussian")
+    q = fitted(task, prior=1e-3)
+    assert q.record["rank"] >= 23
+    assert q.record["explained"] > 1 - TOLERANCE
+    assert fitted(task, prior=1e-3, rank=24).record["explained"] == pytest.approx(1)
+
+
+def test_no_gradients_change_nothing() -> None:
+    form = fitted(task_of(), rank=5).form
+    assert torch.equal(form.add([]).core, form.core)
+
+
+@pytest.mark.parametrize("prior", PRIORS)
 def test_what_is_said_to_be_explained_is_explained(prior: Any) -> None:
     """In the prior's own metric, by no more directions than the bound needs."""
     task = task_of()

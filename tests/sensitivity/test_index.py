@@ -13,12 +13,14 @@ import torch
 from models import mlp
 from oracles import fit_at_rest, relative
 from safetensors.torch import load_file, save_file
+from scipy.stats import spearmanr
 from tiny_lm import sequences, task_of, tiny_lm
 from transformers.pytorch_utils import Conv1D
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.sensitivity.index import stored
+from blr_analysis.sensitivity.index.build import check_place, probe
 from blr_analysis.sensitivity.index.index import blocks_of_questions
 from blr_analysis.sensitivity.index.places import energies, rooms
 from blr_analysis.sensitivity.index.projection import DTYPES, Projection, records_of, values_of
@@ -78,15 +80,6 @@ def test_metadata_do_not_replace_what_the_index_computed(tmp_path: Path) -> None
     assert torch.equal(values, expected.influence(test, normalize=True))
     assert index.examples["index"] == list(range(N))
     assert index.examples["index_metadata"] == columns["index"]
-
-
-def of_rows(n: int, width: int) -> blr.Task:
-    """Labels of normal rows."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(n, width, generator=generator)
-    y = torch.randint(width, (n,), generator=generator)
-    torch.manual_seed(0)
-    return blr.Task(torch.nn.Linear(width, width), (x, y), likelihood="categorical")
 
 
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
@@ -281,6 +274,12 @@ def test_questions_that_do_not_fit_into_memory_together_are_refined_in_blocks(
     assert relative(index._exact(test, rows), exact.gather(0, rows)) < 1e-10
 
 
+@pytest.fixture
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of five examples: three of them for the language model's twelve."""
+    monkeypatch.setattr(stored, "SHARD", 5)
+
+
 @pytest.mark.parametrize(
     ("raised", "error"),
     [
@@ -289,16 +288,16 @@ def test_questions_that_do_not_fit_into_memory_together_are_refined_in_blocks(
     ],
     ids=["killed", "full disk"],
 )
-@pytest.mark.slow
 def test_a_build_that_ends_early_goes_on_to_the_same_bits(
     raised: BaseException,
     error: type[BaseException],
+    small_files: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    task = of_rows(300, 12)
+    task = of_layers("linear", N)
     q = posterior(task, "kron")
-    blr.Index.build(task, q, tmp_path / "whole", rank=100)
+    blr.Index.build(task, q, tmp_path / "whole", rank=10)
     real = stored.save_file
 
     def ended(tensors: Any, draft: Path, metadata: Any) -> None:
@@ -308,16 +307,174 @@ def test_a_build_that_ends_early_goes_on_to_the_same_bits(
 
     monkeypatch.setattr(stored, "save_file", ended)
     with pytest.raises(error):
-        blr.Index.build(task, q, tmp_path / "i", rank=100)
+        blr.Index.build(task, q, tmp_path / "i", rank=10)
     with pytest.raises(StorageError, match="not complete"):
         blr.Index.open(tmp_path / "i")
     monkeypatch.setattr(stored, "save_file", real)
     (left,) = (tmp_path / "i").glob("gradients-*")
     written = left.stat().st_mtime_ns
-    blr.Index.build(task, q, tmp_path / "i", rank=100)
+    blr.Index.build(task, q, tmp_path / "i", rank=10)
     assert left.stat().st_mtime_ns == written
     for file in (tmp_path / "whole").iterdir():
         assert (tmp_path / "i" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_build_that_ends_before_its_first_file_leaves_the_folder_free(tmp_path: Path) -> None:
+    def stop(error: Any) -> None:
+        raise KeyboardInterrupt
+
+    task = of_layers("linear")
+    with pytest.raises(KeyboardInterrupt):
+        blr.Index.build(task, posterior(task), tmp_path / "i", rank=5, heard=stop)
+    assert not (tmp_path / "i").exists()
+    blr.Index.build(task, posterior(task, "kron"), tmp_path / "i", rank=6)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_many_files_answer_as_a_single_one(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = of_layers("linear", N)
+    q = posterior(task, "kron")
+    single = blr.Index.build(task, q, tmp_path / "single", rank=10)
+    influence = single.influence(task)
+    expected = single.top(task, 2)
+    assert len(single.self_influence) == N
+    monkeypatch.setattr(stored, "SHARD", 5)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    many = blr.Index.build(task, q, tmp_path / "many", rank=10)
+    assert len(list((tmp_path / "many").glob("gradients-*"))) == 3
+    assert many.error.relative_rms == pytest.approx(single.error.relative_rms)
+    assert relative(many.influence(task), influence) < 1e-12
+    assert relative(many.self_influence, single.self_influence) < 1e-12
+    best = many.top(task, 2)
+    assert torch.equal(best.helpful, expected.helpful)
+    assert relative(best.harmful_values, expected.harmful_values) < 1e-12
+
+
+@pytest.mark.parametrize("rows", [[0], [11], [0, 4, 5, 11], [1, 2, 3, 6], [*range(12)]])
+def test_rows_are_read_from_the_files_that_hold_them(
+    rows: list[int], small_files: None, tmp_path: Path
+) -> None:
+    task = of_layers("linear", N)
+    blr.Index.build(task, posterior(task), tmp_path / "i", rank=10**3, dtype="float64")
+    store = stored.Store.open(tmp_path / "i")
+    parts = list(store.read(lambda records: records["unit"]))
+    assert torch.equal(torch.cat([numbers for numbers, _ in parts]), torch.arange(N))
+    whole = torch.cat([units for _, units in parts])
+    for threads in (1, 2):
+        parts = list(store.read(lambda r: r["unit"], torch.tensor(rows), threads=threads))
+        assert torch.cat([numbers for numbers, _ in parts]).tolist() == rows
+        assert torch.equal(torch.cat([units for _, units in parts]), whole[rows])
+
+
+def test_a_damaged_file_is_refused_when_most_of_it_is_read(
+    small_files: None, tmp_path: Path
+) -> None:
+    task = of_layers("linear", N)
+    index = blr.Index.build(task, posterior(task), tmp_path / "i", rank=10**3)
+    file = sorted((tmp_path / "i").glob("gradients-*"))[1]
+    content = file.read_bytes()
+    gradients = load_file(file)["gradients"].numpy().tobytes()
+    place = content.index(gradients)
+    changed = bytearray(content)
+    changed[place + 3] ^= 1
+    file.write_bytes(changed)
+    with pytest.raises(StorageError, match=r"00002-of-00003.*damaged"):
+        blr.Index.open(tmp_path / "i").influence(task)
+    file.write_bytes(content)
+    assert torch.equal(blr.Index.open(tmp_path / "i").influence(task), index.influence(task))
+
+
+def exchange(first: Path, second: Path) -> None:
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+
+@pytest.mark.parametrize("pair", [(0, 1), (0, 2)], ids=["of five and five", "of five and two"])
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_files_that_changed_places_are_refused(
+    is_complete: bool, pair: tuple[int, int], small_files: None, tmp_path: Path
+) -> None:
+    """Also in a folder whose last file, with the checksums of the others, is not written yet."""
+    task = of_layers("linear", N)
+    q = posterior(task)
+    blr.Index.build(task, q, tmp_path / "i", rank=10)
+    files = sorted((tmp_path / "i").glob("gradients-*"))
+    exchange(*(files[place] for place in pair))
+    if not is_complete:
+        (tmp_path / "i" / stored.CONFIG).unlink()
+    with pytest.raises(StorageError, match="another file of an index"):
+        blr.Index.build(task, q, tmp_path / "i", rank=10)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 40, 80])
+def test_the_error_is_measured_on_pairs_of_different_examples(n: int) -> None:
+    rows, columns = probe(n)
+    for examples in (rows, columns):
+        assert torch.equal(examples, examples.unique())
+        assert 0 <= int(examples.min()) <= int(examples.max()) < n
+    if n == 1:
+        assert torch.equal(rows, columns)
+        return
+    assert set(rows.tolist()).isdisjoint(columns.tolist())
+    assert len(columns) == min(16, n // 2)
+    assert len(rows) == min(32, n - len(columns))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64"])
+@pytest.mark.parametrize("structure", ["diag", "kron"])
+def test_the_measured_error_is_that_of_its_pairs(
+    structure: str, dtype: str, tmp_path: Path
+) -> None:
+    """Against exact influence on all pairs, by NumPy's sums and SciPy's ranks."""
+    task = of_layers("convolutions", N)
+    q = posterior(task, structure)
+    index = blr.Index.build(task, q, tmp_path / "i", rank=20, dtype=dtype)
+    rows, columns = probe(N)
+    estimate = index.influence(task)[rows][:, columns].double().numpy()
+    exact = blr.influence(task, q, task).matrix[rows][:, columns].double().numpy()
+    error = index.error
+    assert error.pairs == exact.size
+    distance = ((estimate - exact) ** 2).sum() / (exact**2).sum()
+    assert error.relative_rms == pytest.approx(distance**0.5, rel=1e-6)
+    assert error.spearman == pytest.approx(spearmanr(estimate, exact, axis=None)[0])
+    assert blr.Index.open(tmp_path / "i").error == error
+
+
+def test_energies_add_up_the_influence_of_examples_on_themselves() -> None:
+    """A diagonal of squared gradients and a prior: Σ_i g_iᵀ Σ g_i, by autograd."""
+    task = of_layers("linear")
+    q = posterior(task)
+    gradients = gradients_by_hand(task)
+    energy = energies(q)
+    assert energy.keys() == gradients.keys()
+    for name, rows in gradients.items():
+        by_hand = (rows.square() * q.variance(name)).sum()
+        assert energy[name] == pytest.approx(float(by_hand), rel=1e-9)
+
+
+CHANGES: dict[str, tuple[Callable[[], blr.Task], int, str]] = {
+    "rank": (partial(of_layers, "linear"), 6, "rank"),
+    "model": (partial(of_layers, "no bias"), 5, "model"),
+    "number of examples": (partial(of_layers, "linear", 11), 5, "number of examples"),
+    "data": (partial(of_layers, "linear", 11), 5, "data"),
+}
+
+
+@pytest.mark.parametrize("changed", CHANGES)
+def test_a_place_is_refused_before_the_long_work(changed: str, tmp_path: Path) -> None:
+    task = of_layers("linear")
+    check_place(tmp_path / "i", task, 5, at_model=True)
+    blr.Index.build(task, posterior(task), tmp_path / "i", rank=5)
+    for at_model in (True, False):
+        check_place(tmp_path / "i", task, 5, at_model=at_model)
+    make, rank, word = CHANGES[changed]
+    with pytest.raises(StorageError, match=f"another .*{word}"):
+        check_place(tmp_path / "i", make(), rank, at_model=True)
+    if changed == "model":
+        check_place(tmp_path / "i", make(), rank, at_model=False)
 
 
 @pytest.mark.parametrize("edited_part", ["input", "target", "metadata"])

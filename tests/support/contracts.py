@@ -14,6 +14,7 @@ import pytest
 import torch
 from oracles import dense_ggn, dense_jacobian, flatten, relative, rows, unflatten
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from blr_analysis.backprop.engine import chunks
 from blr_analysis.errors import InputError, PosteriorError
@@ -227,8 +228,52 @@ class StructureContract:
         assert below == 1
         close(rows(raised.times(unit)), PRIOR * eye(dense))
 
+    def test_a_matrix_at_the_prior_is_not_raised(
+        self, q: Posterior, dense: Tensor, unit: dict[str, Tensor]
+    ) -> None:
+        """Nor is one that rounding left a little below, and no bit of it changes."""
+        at_prior = q.form.zeros().plus_prior(PRIOR)
+        for prior in (PRIOR, PRIOR * (1 + 1e-9)):
+            unchanged, share = at_prior.floored(prior)
+            assert share == 0
+            close(rows(unchanged.times(unit)), PRIOR * eye(dense), 1e-8)
+        unchanged, _ = at_prior.floored(PRIOR)
+        same_tensors(unchanged.tensors(), at_prior.tensors())
+        raised, share = at_prior.floored(2 * PRIOR)
+        assert share > 0.5
+        close(rows(raised.times(unit)), 2 * PRIOR * eye(dense))
+
+    def test_eigenvalues_below_the_prior_are_raised_and_counted(
+        self, q: Posterior, dense: Tensor, unit: dict[str, Tensor]
+    ) -> None:
+        eigenvalues, eigenvectors = torch.linalg.eigh(dense / 2)
+        raised, share = q.form.plus(q.form, -0.5).floored(PRIOR)
+        if isinstance(q.form, LowRank):  # its diagonal and its directions, one by one
+            assert 0 < share < 1
+            assert float(torch.linalg.eigvalsh(rows(raised.times(unit))).min()) > PRIOR - EXACT
+            return
+        is_below = eigenvalues < PRIOR * (1 - 1e-6)
+        assert share == pytest.approx(float(is_below.double().mean()))
+        truth = (eigenvectors * eigenvalues.clamp_min(PRIOR)) @ eigenvectors.mT
+        close(rows(raised.times(unit)), truth)
+
+    def test_a_rotation_costs_what_its_products_cost(self, q: Posterior) -> None:
+        """Of a gradient as a matrix, and of its two factors; a multiplication is two operations."""
+        blocks = q.form.blocks if isinstance(q.form, Kronecker) else ()
+        with FlopCounterMode(display=False) as of_matrices:
+            for block in blocks:
+                block.turn(torch.zeros(block.shape, dtype=torch.float64))
+        with FlopCounterMode(display=False) as of_factors:
+            for block in blocks:
+                for side in (block.left, block.right):
+                    if side is not None:
+                        _ = side @ side[..., :1]
+        factored, explicit = q.form.rotation_cost()
+        assert 2 * factored == of_factors.get_total_flops()
+        assert 2 * explicit == of_matrices.get_total_flops()
+
     def test_samples(self, q: Posterior, dense: Tensor) -> None:
-        n = 20_000
+        n = 5_000
         size = len(dense)
         name = next(iter(q.mean))
         draws = rows(q.sample(generator=torch.Generator().manual_seed(0), n=n))

@@ -125,9 +125,15 @@ class Kronecker(Spectral):
         return {n: diagonal[n] for n in self.order}
 
     def rotation_cost(self) -> tuple[int, int]:
-        shapes = [block.shape for block in self.blocks]
-        factored = sum(groups * (o * o + i * i) for groups, o, i in shapes)
-        explicit = sum(groups * o * i * (o + i) for groups, o, i in shapes)
+        factored = 0
+        explicit = 0
+        for block in self.blocks:
+            groups, rows, columns = block.shape
+            factored += groups * columns**2
+            explicit += groups * rows * columns**2
+            if block.left is not None:
+                factored += groups * rows**2
+                explicit += groups * rows**2 * columns
         return factored, explicit
 
     def paired(self, terms: Sequence[Term]) -> list[tuple[Term, Basis | None]]:
