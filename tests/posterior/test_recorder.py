@@ -359,6 +359,7 @@ def test_vectors_of_unknown_modules_are_recorded() -> None:
     recorder = KroneckerRecorder(model, every=1)
     passed(model, x, y, 6)
     q = blr.Posterior.from_recorder(recorder, model, n_data=N, prior_precision=1.0)
+    recorder.remove()
     for name in ("1.gain", "1.offset"):
         parameter = model.get_parameter(name)
         squares = torch.zeros_like(parameter)
