@@ -91,17 +91,21 @@ def show_forecast(plan: MergePlan) -> list[dict[str, Any]] | None:
     except BLRError as fault:  # of precisions that the merge itself may not read
         typer.echo(f"\nNo forecast: {fault}")
         return None
+    tasks = prediction.tasks
+    columns = {
+        "model": [Path(task.task).name for task in tasks],
+        "rise": [nats(task.rise) for task in tasks],
+        "range": [nats_between(task.low, task.high) for task in tasks],
+        "by interference": [nats(task.interference) for task in tasks],
+        "at the base": [nats(task.base_rise) for task in tasks],
+        "of the base's": ["-" if math.isnan(task.share) else f"{task.share:.0%}" for task in tasks],
+        "verdict": [task.verdict for task in tasks],
+        "mostly in": [", ".join(layers_of(task)) for task in tasks],
+    }
+    are_known = {name: set(values) != {"-"} for name, values in columns.items()}
     show_table(
         "Forecast: rise of each task's loss, nats for each example",
-        {
-            "model": [Path(task.task).name for task in prediction.tasks],
-            "rise": [nats(task.rise) for task in prediction.tasks],
-            "range": [f"{nats(task.low)} to {nats(task.high)}" for task in prediction.tasks],
-            "by interference": [nats(task.interference) for task in prediction.tasks],
-            "at the base": [nats(task.base_rise) for task in prediction.tasks],
-            "verdict": [task.verdict for task in prediction.tasks],
-            "mostly in": [", ".join(layers_of(task)) for task in prediction.tasks],
-        },
+        {name: values for name, values in columns.items() if are_known[name]},
     )
     if prediction.note:
         typer.echo(prediction.note)
@@ -115,6 +119,11 @@ def nats(value: float) -> str:
     ('0.123', '-')
     """
     return "-" if math.isnan(value) else f"{value:.3g}"
+
+
+def nats_between(low: float, high: float) -> str:
+    """A range in nats; a dash where it is not known."""
+    return "-" if math.isnan(low) else f"{low:.2g} to {high:.2g}"
 
 
 def forecast_of(plan: MergePlan) -> MergeForecast:
