@@ -33,6 +33,7 @@ from blr_analysis.modes import modes_of
 from blr_analysis.posterior.capture.readers import is_flat
 from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.recorder import in_bytes
+from blr_analysis.ranks import is_sharded
 from blr_analysis.recordings import USUAL_STEPS, Recordings, checkpoint_steps
 from blr_analysis.snapshots import State, checked_state, read, state_of, thinned
 
@@ -63,6 +64,7 @@ class Checkpoints:
 
     Raises:
         InputError: no module, no number of steps, no optimizer, an unknown structure.
+        ModelError: the model is divided among processes.
 
     Example:
         >>> import torch, blr_analysis as blr
@@ -90,6 +92,11 @@ class Checkpoints:
     ) -> None:
         instance("model", model, nn.Module, "the torch.nn.Module that is trained")
         self.model = unwrapped(model)
+        if any(map(is_sharded, self.model.parameters())):
+            raise ModelError(
+                "the model is divided among processes: save its full state dict at some steps, and "
+                "give them as Task(checkpoints=)"
+            )
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
             name = type(optimizer).__name__
             raise InputError(f"optimizer must be the torch optimizer that trains, got {name}")

@@ -1,13 +1,14 @@
-"""Half precision: stored as it is, read and summed in float32."""
+"""Half precision: stored as it is, read and summed in float32. Quantised weights: their parts."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import register_pytree_node
 
 HALF = (torch.bfloat16, torch.float16)
@@ -89,3 +90,20 @@ def shared(value: Tensor, parameter: Tensor) -> Tensor:
     if converted is value or converted.device != parameter.device:
         return converted
     return parameter.detach() if torch.equal(converted, parameter) else converted
+
+
+def stored_parts(tensor: Any) -> Iterator[Tensor]:
+    """The plain tensors that a tensor is stored as: its codes and scales if it is quantised, this
+    process's piece if it is divided among processes, else itself.
+
+    >>> [part.shape for part in stored_parts(torch.zeros(2, 3))]
+    [torch.Size([2, 3])]
+    """
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    parts = [getattr(tensor, name) for name in names]
+    for part in parts:
+        if isinstance(part, Tensor):  # a divided tensor names its mesh, too
+            yield from stored_parts(part)

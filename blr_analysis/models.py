@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
 
 from blr_analysis.checks import instance
 from blr_analysis.errors import DeviceError, ModelError, told_as
 from blr_analysis.half import stored
-from blr_analysis.ranks import divided, is_sharded
+from blr_analysis.ranks import check_divided, divided, is_sharded
+from blr_analysis.sharded import gathering
 
 # By the name of a device, whether this machine has it.
 DEVICES = {
@@ -38,22 +41,46 @@ def checked_model(model: Any) -> nn.Module:
 
     Raises:
         InputError: the model is no module.
-        ModelError: the model has lazy parameters, or is divided among processes.
+        ModelError: the model has lazy parameters, or is divided among processes by something else
+            than ``fully_shard``.
     """
     instance("model", model, nn.Module, "a torch.nn.Module")
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ModelError(f"parameter {lazy[0]!r} is lazy, without a shape; run a batch first")
     inside = unwrapped(model)
-    if divided(inside) or any(map(is_sharded, inside.parameters())):
-        raise ModelError("the model is sharded; load its full state dict into a plain one")
+    check_divided(inside)
     return inside
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A copy of a model, with its weights.
+
+    Raises:
+        ModelError: the model cannot be copied.
+    """
+    if divided(model):
+        raise ModelError(
+            "a model divided among processes cannot be copied or trained again; load its full "
+            "state dict into a plain model"
+        )
+    with told_as(ModelError, "the model cannot be copied", "copy.deepcopy must take it"):
+        return copy.deepcopy(model)
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
     """The dtype of the first floating-point parameter; float32 if there is none."""
     dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
     return next(dtypes, torch.float32)
+
+
+def n_parameters(model: nn.Module) -> int:
+    """The number of parameters, frozen or not; weights in 4 bits count as what they stand for."""
+    total = 0
+    for parameter in model.parameters():
+        packed = getattr(parameter, "quant_state", None)  # of bitsandbytes
+        total += parameter.numel() if packed is None else packed.shape.numel()
+    return total
 
 
 def find_device(device: str | torch.device) -> torch.device:
@@ -96,8 +123,8 @@ def device_for(model: nn.Module, device: str | torch.device | None) -> torch.dev
         DeviceError: there is no such device, or a parameter is on another one.
     """
     if device is None:
-        first = next(model.parameters(), None)
-        return first.device if first is not None else torch.device("cpu")
+        devices = [p.device for p in model.parameters() if not p.is_meta]  # not offloaded
+        return devices[0] if devices else torch.device("cpu")
     target = find_device(device)
     for name, parameter in model.named_parameters():
         if parameter.device.type != target.type:
@@ -124,7 +151,7 @@ class Place(NamedTuple):
 def parameter_places(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameter at every place in a module, by the name of the place.
 
-    These are the arguments of ``functional_call(..., tie_weights=False)``. A tied tensor has
+    These are the values of :func:`called_with`. A tied tensor has
     several places. The places of a module that is registered twice are listed once, because
     ``functional_call`` would swap them twice and give back the wrong tensors.
     """
@@ -147,6 +174,17 @@ def _places(module: nn.Module) -> list[Place]:
     return places
 
 
+def called_with(
+    module: nn.Module, values: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What the module returns with these parameters, one at every place: :func:`parameter_places`.
+
+    The hooks of ``fully_shard`` do not run.
+    """
+    with gathering(divided(module)):
+        return functional_call(module, dict(values), args, kwargs, tie_weights=False)
+
+
 class Entry(NamedTuple):
     """An entry of a dictionary, and its value while a model runs."""
 
@@ -159,7 +197,8 @@ class Entry(NamedTuple):
 def running_at(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside, the model has these parameters and buffers, and it can be differentiated.
 
-    The model's other tensors are detached. Three settings make a backward pass right:
+    The model's other tensors are detached. Those that are divided among processes are whole while
+    their module runs. Three settings make a backward pass right:
 
     * Non-reentrant checkpoints run once. They would run again in the backward pass, when the model
       has its own weights again.
@@ -172,6 +211,7 @@ def running_at(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]
     def run_once(*args: Any, **kwargs: Any) -> Iterator[None]:
         yield
 
+    divided_modules = divided(model)
     layers = list(model.modules())
     entries = [
         Entry(checkpoint.__dict__, "_checkpoint_without_reentrant_generator", run_once),
@@ -186,7 +226,8 @@ def running_at(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]
         cudnn.enabled = enabled_before and not is_recurrent
         for entry in entries:
             entry.dictionary[entry.key] = entry.value
-        yield
+        with gathering(divided_modules):
+            yield
     finally:
         cudnn.enabled = enabled_before
         for entry, value in zip(entries, values_before, strict=True):
@@ -206,10 +247,23 @@ def _tensors_at(model: nn.Module, params: Mapping[str, Tensor]) -> list[Entry]:
     """
     places = _places(model)
     first_places = {id(place.tensor): place for place in reversed(places)}
-    values: dict[int, Tensor] = {}
-    for identity, place in first_places.items():
-        tensor = place.tensor
-        values[identity] = tensor.detach()
-        if place.name in params:
-            values[identity] = stored(params[place.name], tensor).to(tensor.device)
+    values = {
+        identity: _value_at(place, params.get(place.name))
+        for identity, place in first_places.items()
+    }
     return [Entry(place.tensors, place.attribute, values[id(place.tensor)]) for place in places]
+
+
+def _value_at(place: Place, value: Tensor | None) -> Tensor:
+    """The tensor for a place: this value, if there is one, else the model's own.
+
+    The model's own is detached. What is frozen or divided stays the object that it is, whose class
+    and attributes a layer may need.
+    """
+    tensor = place.tensor
+    if value is tensor:
+        return tensor
+    if value is not None:
+        return stored(value, tensor).to(tensor.device)
+    needs_detaching = tensor.requires_grad and not is_sharded(tensor)
+    return tensor.detach() if needs_detaching else tensor

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,10 +22,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from blr_analysis.errors import BLRError, InputError
+from blr_analysis.errors import BLRError, InputError, ModelError
 
 WAIT = timedelta(hours=2)  # for a slower rank; one that dies is noticed at once
+NO_PIECE = -1  # what a rank names in a round if it needs no weight
 _alone = False
+_pieces: list[
+    weakref.ref[Tensor]
+] = []  # the divided weights of all tasks, in one order on all ranks
+_piece_numbers: dict[int, int] = {}  # their places in this list, by id
 
 
 def count() -> int:
@@ -126,6 +132,7 @@ def _agree(*numbers: float) -> None:
 
 
 def _reduce(tensor: Tensor, how: Any) -> None:
+    _finish_rounds()
     where = "cuda" if dist.get_backend() == "nccl" else tensor.device
     moved = tensor.to(where).contiguous()
     try:
@@ -173,3 +180,91 @@ def divided(model: nn.Module) -> list[Any]:
     for module in modules:
         module.reshard()
     return modules
+
+
+def check_divided(model: nn.Module) -> None:
+    """Let the ranks gather the weights that ``fully_shard`` divides. All ranks call this.
+
+    Raises:
+        ModelError: this rank works :func:`alone`, or weights are divided otherwise.
+    """
+    modules = divided(model)
+    pieces: list[Any] = [p for p in model.parameters() if is_sharded(p)]
+    if not pieces:
+        return
+    by_fully_shard = {id(p) for module in modules for p in module.parameters()}
+    n_processes = dist.get_world_size()
+    if any(id(p) not in by_fully_shard or p.device_mesh.size() != n_processes for p in pieces):
+        raise ModelError(
+            "weights are divided by parallelize_module, or among some of the processes; load the "
+            "full state dict into a plain model"
+        )
+    if n_processes > 1:
+        _check_together()
+    for piece in pieces:
+        if not _is_known(piece):
+            _piece_numbers[id(piece)] = len(_pieces)
+            _pieces.append(weakref.ref(piece))
+
+
+def gathered_piece(piece: Tensor) -> Tensor:
+    """All of a divided weight, without gradient; other tensors as they are.
+
+    All ranks take part: see the top of this module.
+
+    Raises:
+        ModelError: this rank works :func:`alone`.
+    """
+    if not is_sharded(piece):
+        return piece
+    if not _is_known(piece):
+        raise ModelError("the model was divided after its Task was made; make the Task anew")
+    if dist.get_world_size() == 1:
+        return _whole_piece(_piece_numbers[id(piece)])
+    _check_together()
+    own = _piece_numbers[id(piece)]
+    result = piece
+    for number in _round(own):
+        weight = _whole_piece(number)
+        if number == own:
+            result = weight
+    return result
+
+
+def _is_known(piece: Tensor) -> bool:
+    number = _piece_numbers.get(id(piece))
+    return number is not None and _pieces[number]() is piece
+
+
+def _check_together() -> None:
+    if _alone:
+        raise ModelError("the model is divided among processes: leave ranks.alone()")
+
+
+def _round(number: int) -> list[int]:
+    """The numbers of the weights that some rank needs, where this one needs ``number``."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    with torch.inference_mode(False):
+        own = torch.tensor([number], device=device)
+        named = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        try:
+            dist.all_gather(named, own)
+        except RuntimeError as error:
+            raise BLRError(f"another rank is gone, start again: {error}") from error
+    return sorted({int(number) for number in named} - {NO_PIECE})
+
+
+def _whole_piece(number: int) -> Tensor:
+    """All of the weight with this number. All ranks call this."""
+    piece: Any = _pieces[number]()
+    with torch.inference_mode(False), torch.no_grad():
+        return piece.full_tensor()
+
+
+def _finish_rounds() -> None:
+    """Take part in rounds until no rank needs a weight."""
+    if not _pieces:
+        return
+    while needed := _round(NO_PIECE):
+        for number in needed:
+            _whole_piece(number)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from blr_analysis.checks import bare_name, instance, some
 from blr_analysis.errors import InputError, ModelError, StorageError
 from blr_analysis.files import Folder
+from blr_analysis.ranks import whole
 
 PARTS = (1 / 8, 1 / 4, 1 / 2)  # of the steps up to the model's weights
 CHECKPOINT = re.compile(r"checkpoint-(\d+)|step-(\d+)\.safetensors")
@@ -169,7 +170,7 @@ def checked_state(tensors: Mapping[str, Any], model: nn.Module, label: str) -> S
         candidates = [by_plain_name[p] for p in plain_names[name] if p in by_plain_name]
         stored = candidates[0] if candidates else None
         if isinstance(stored, Tensor) and stored.shape == present.shape:
-            state[name] = stored.detach().to(present.device)
+            state[name] = whole(stored.detach()).to(present.device)
         else:
             missing.append(name)
     if missing:
@@ -199,5 +200,6 @@ def _plain_names(model: nn.Module) -> dict[str, list[str]]:
 def equal(state: State, reference: State) -> bool:
     """Whether a state has the same tensors as the reference, bit for bit."""
     return all(
-        torch.equal(tensor.to(state[name]), state[name]) for name, tensor in reference.items()
+        torch.equal(whole(tensor).to(state[name]), state[name])
+        for name, tensor in reference.items()
     )

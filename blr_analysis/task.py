@@ -69,9 +69,10 @@ from blr_analysis.likelihoods import (
     resolve,
 )
 from blr_analysis.likelihoods.modules import is_mean_over_outputs
-from blr_analysis.models import checked_model, device_for, dtype_of, running_at
+from blr_analysis.models import checked_model, copied, device_for, dtype_of, running_at
 from blr_analysis.modes import training_modes
 from blr_analysis.padding import IGNORED, padding_of
+from blr_analysis.ranks import divided, gathered_piece, is_sharded
 from blr_analysis.recipe import Recipe
 from blr_analysis.runs import recipe_of_weights
 from blr_analysis.snapshots import Snapshots
@@ -87,7 +88,8 @@ class Task:
     Args:
         model: any ``torch.nn.Module``. A compiled or data-parallel model is unwrapped. The model is
             never changed: weights are swapped functionally, and mode, hooks, ``requires_grad`` and
-            gradients are left as they are.
+            gradients are left as they are. Weights that ``fully_shard`` divides among processes,
+            and frozen ones that are quantised or offloaded, stay so.
         data: a map-style ``Dataset``, a ``DataLoader`` (its dataset and ``collate_fn`` are used
             in dataset order, whatever its shuffling), a pair ``(X, y)`` of tensors, a pandas
             DataFrame or one split of a ``datasets.Dataset`` (see ``target``). The same index must
@@ -363,7 +365,7 @@ class Task:
         )
         if are_equal:
             return self
-        model = copy.deepcopy(self.model)
+        model = copied(self.model)
         model.load_state_dict(dict(buffers), strict=False)
         return self.under(model, self.device)
 
@@ -404,10 +406,12 @@ class Task:
     def parameters(self) -> dict[str, Tensor]:
         """The model's trainable parameters by name, detached.
 
-        Tied tensors stand once; half precision is read in float32.
+        Tied tensors stand once; half precision is read in float32. Tensors that ``fully_shard``
+        divides are whole here.
         """
+        divided(self.model)
         trainable = {
-            name: parameter.detach()
+            name: gathered_piece(parameter).detach()
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad
         }
@@ -421,7 +425,8 @@ class Task:
         weights = dict(self.model.named_parameters())
         values = dict(narrow(params))
         for name in values.keys() & weights.keys():
-            values[name] = shared(values[name], weights[name])
+            if not is_sharded(weights[name]):
+                values[name] = shared(values[name], weights[name])
         return values
 
     def check_parameters(self, names: Collection[str]) -> torch.dtype:

@@ -27,7 +27,7 @@ PACKAGE = "blr_analysis"
 LAYERS = (
     {"errors"},
     {"progress", "views", "checks", "ranks", "regression"},
-    {"likelihoods", "files", "half", "modes", "schedules", "frozen"},
+    {"likelihoods", "files", "half", "modes", "schedules", "frozen", "sharded"},
     {"adapters", "models", "recipe", "snapshots", "padding"},
     {"runs"},
     {"terminal"},

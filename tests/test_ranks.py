@@ -107,9 +107,8 @@ def test_refused_on_all_ranks(ended: tuple[Path, Said]) -> None:
     place, said = ended
     for rank in range(2):
         assert (place / f"rank{rank}.pt").is_file(), said.stderr
-        *sharded, few, one, other = torch.load(place / f"rank{rank}.pt")
-        assert len(sharded) == 2
-        assert all("sharded" in words for words in sharded)
+        sharded, few, one, other = torch.load(place / f"rank{rank}.pt")["refusals"]
+        assert "sharded" in sharded
         assert "2 ranks for 1 examples" in few
         assert all("different" in words for words in (one, other))
 
@@ -130,6 +129,16 @@ def test_commands_write_once_what_one_process_writes(
         assert (place / file).is_file(), file
         if file.suffix == ".safetensors" and file.parts[0] != "i":  # float16
             agree(load_file(place / file), load_file(tmp_path / file))
+
+
+def test_ranks_share_the_files_that_the_last_of_them_finds_missing(
+    ended: tuple[Path, Said], tmp_path: Path
+) -> None:
+    q = blr.Posterior.load(ended[0] / "q.safetensors")
+    index = blr.Index.build(network(), q, tmp_path / "whole", dtype="float64")
+    for rank in range(2):
+        late = torch.load(ended[0] / f"rank{rank}.pt")["late"]
+        agree({"index": late}, {"index": index.self_influence})
 
 
 def test_a_rank_that_dies_ends_the_others_and_the_next_run_goes_on(

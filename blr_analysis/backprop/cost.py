@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
 from blr_analysis.backprop.layout import probe_indices
 from blr_analysis.backprop.record import Recording, SavedBytes, Visit, leaves_of
 from blr_analysis.backprop.terms import TermCost
 from blr_analysis.half import working
-from blr_analysis.models import parameter_places
+from blr_analysis.models import called_with, parameter_places
+from blr_analysis.ranks import gathered_piece
 from blr_analysis.task import Task
 
 COPIES_OF_OUTPUTS = 3  # of a sequence, in memory at once beside those of its last layer
@@ -121,9 +121,10 @@ def batch_numbers(batch: Any) -> int:
 def _run_again(visit: Visit) -> None:
     module: nn.Module = visit.unit.module
     with torch.enable_grad():
-        leaves = leaves_of(parameter_places(module))
+        places = parameter_places(module)
+        leaves = leaves_of({place: gathered_piece(p) for place, p in places.items()})
         try:
-            functional_call(module, leaves, visit.args, visit.kwargs, tie_weights=False)
+            called_with(module, leaves, visit.args, visit.kwargs)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:

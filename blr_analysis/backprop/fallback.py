@@ -14,13 +14,15 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vjp, vmap
+from torch.func import vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from blr_analysis.backprop.layers import Axis, upcast
 from blr_analysis.backprop.record import Visit, is_floating, leaves_of
 from blr_analysis.backprop.terms import Dense
+from blr_analysis.models import called_with
+from blr_analysis.ranks import gathered_piece
 from blr_analysis.task import Task
 
 
@@ -62,7 +64,7 @@ class _OneExample:
 
     Attributes:
         values: the parameters that are differentiated, by canonical name.
-        all_values: all the model's parameters, by canonical name.
+        frozen: the module's other parameters, by canonical name.
         places: canonical names by the parameter's name inside of the module.
         inputs: the leaves of the arguments. A leaf that has rows for each example comes with
             examples first, and as a copy, because a module may work on it in place.
@@ -72,7 +74,7 @@ class _OneExample:
 
     module: nn.Module
     values: dict[str, Tensor]
-    all_values: Mapping[str, Tensor]
+    frozen: Mapping[str, Tensor]
     places: Mapping[str, str]
     inputs: list[Any]
     axes: Sequence[Axis | None]
@@ -93,10 +95,13 @@ class _OneExample:
             for leaf, axis in zip(leaves, axes, strict=True)
         ]
         values = {name: params[name] for name in visit.unit.names.values()}
+        frozen = {
+            name: gathered_piece(params[name]) for name in places.values() if name not in values
+        }
         return cls(
             module=visit.unit.module,
             values=values,
-            all_values=params,
+            frozen=frozen,
             places=places,
             inputs=inputs,
             axes=axes,
@@ -123,10 +128,9 @@ class _OneExample:
             for x, axis in zip(self.inputs, self.axes, strict=True)
         ]
         args, kwargs = tree_unflatten(arguments, self.structure)
-        module_values = {
-            place: values.get(name, self.all_values[name]) for place, name in self.places.items()
-        }
-        output = functional_call(self.module, module_values, args, kwargs, tie_weights=False)
+        by_name = {**self.frozen, **values}
+        module_values = {place: by_name[name] for place, name in self.places.items()}
+        output = called_with(self.module, module_values, args, kwargs)
         leaves = filter(is_floating, tree_leaves(output))
         return [x.reshape(c.shape).to(c.dtype) for x, c in zip(leaves, like, strict=True)]
 

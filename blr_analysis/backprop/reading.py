@@ -266,8 +266,13 @@ def _scales_by_example(
 
 
 def values_of(task: Task, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The values of all the model's parameters by name, with ``params`` in place of its own."""
-    values = {name: p.detach() for name, p in task.model.named_parameters()}
+    """The values of all the model's parameters by name, with ``params`` in place of its own.
+
+    Frozen parameters stand here as they are, quantised or in pieces.
+    """
+    values = {}
+    for name, parameter in task.model.named_parameters():
+        values[name] = parameter.detach() if parameter.requires_grad else parameter
     return {**values, **params}
 
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from blr_analysis import ranks
 from blr_analysis.backprop.layers import Rule, lifted
 from blr_analysis.data.outputs import check_rows
+from blr_analysis.half import stored_parts
 from blr_analysis.task import Task
 
 ROUTING = ("Index", "Gather", "Scatter", "Masked", "Take", "Put", "CopySlices")
@@ -355,7 +356,8 @@ class SavedBytes(saved_tensors_hooks):
 
     def __init__(self, task: Task, params: Mapping[str, Tensor]) -> None:
         weights = [*task.model.parameters(), *task.model.buffers(), *params.values()]
-        self._weights = {t.untyped_storage().data_ptr() for t in weights}
+        parts = [part for weight in weights for part in stored_parts(weight)]
+        self._weights = {part.untyped_storage().data_ptr() for part in parts}
         self._bytes: dict[tuple[int, int], int] = {}
         super().__init__(self._pack, lambda x: x)
 

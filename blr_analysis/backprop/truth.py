@@ -35,6 +35,7 @@ MAX_ROUNDINGS = 30  # times as far as it moves when the layers' outputs are roun
 MIN_EPS = 8  # eps of the largest output at least,
 MAX_OF_OUTPUT = 0.1  # of the largest output at most, as in half precision
 OUTPUTS_CHANGE = "the number of outputs of an example changes with its batch"
+EIGHT_BITS = "Linear8bitLt"  # the layer of bitsandbytes
 WEIGHTS = (1.0, -0.6, 1.7)  # s_i of the probe's examples, any that differ
 
 
@@ -256,6 +257,11 @@ def _largest_gap(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
 
 
 def _mixes_examples(task: Task, targets: Tensor, *, padded: bool) -> str:
+    names_of_layers = {type(module).__name__ for module in task.model.modules()}
+    if EIGHT_BITS in names_of_layers:
+        return (
+            "bitsandbytes rounds inputs by their batch: load its 8 bits with llm_int8_threshold=0"
+        )
     remedy = "mask the padding; " if padded else ""
     if task.likelihood.counted(targets) is not None:
         remedy = "pad on the right, or with mask and position_ids; "

@@ -361,7 +361,7 @@ def as_duration(seconds: float) -> str:
 
 
 def show_forecast(cost: Forecast, *, fit: str = "", besides: str = "") -> dict[str, Any]:
-    """Print passes, time, memory and disk, a line each.
+    """Print coverage, passes, time, memory and disk, a line each.
 
     Args:
         fit: what of it the fit of a posterior takes, in words.
@@ -370,7 +370,7 @@ def show_forecast(cost: Forecast, *, fit: str = "", besides: str = "") -> dict[s
     Returns:
         The same as plain values.
     """
-    rows = {"passes": f"{cost.passes:.2f} over the data"}
+    rows = {"covers": cost.coverage, "passes": f"{cost.passes:.2f} over the data"}
     if fit:
         rows["fit"] = fit
     rows |= {

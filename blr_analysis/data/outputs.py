@@ -24,7 +24,8 @@ ALL_IGNORED = "every label is ignored {}; drop those sequences"
 def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
     """The model's outputs and the targets of a batch.
 
-    The batch is a pair ``(x, y)``, x a tensor or a dict of arguments, or a dict with ``labels``.
+    The batch is a pair ``(x, y)``, x a tensor or a dict of arguments, or a dict with ``labels``. A
+    decoder that answers an encoder reads the labels, each behind the one before it.
 
     Raises:
         DataError: another batch.
@@ -32,12 +33,21 @@ def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
     if isinstance(batch, Mapping):
         if "labels" not in batch:
             refuse_unlabelled(batch)
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        return model(**inputs), batch["labels"]
+        return model(**_arguments_of(model, batch)), batch["labels"]
     if not (isinstance(batch, tuple | list) and len(batch) == 2):
         raise DataError(f"no (x, y) and no dict, but {describe(batch)}; give forward=")
     x, y = batch
     return forward_of_inputs(model, x), y
+
+
+def _arguments_of(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model is called with, for a batch with ``labels``."""
+    arguments = {name: value for name, value in batch.items() if name != "labels"}
+    shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    has_input = "decoder_input_ids" in batch or "decoder_inputs_embeds" in batch
+    if shifted is not None and not has_input:
+        arguments["decoder_input_ids"] = shifted(labels=batch["labels"])
+    return arguments
 
 
 def forward_of_inputs(model: nn.Module, x: Any) -> Any:

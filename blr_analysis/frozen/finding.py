@@ -14,6 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from blr_analysis.frozen.fingerprints import CONSTANTS
 from blr_analysis.frozen.layers import Layer, Row, is_watched, recording, replaying
+from blr_analysis.ranks import is_sharded
 
 MIN_FROZEN_SHARE = 0.5  # of the layers' calls; with fewer the rows save too little time
 PROBE_EXAMPLES = 3  # that are run to find the layers
@@ -29,10 +30,12 @@ def frozen_layers(task: Any, params: Mapping[str, Tensor]) -> tuple[Layer, ...]:
 
     Returns:
         No layers where fewer than half of the model's layers are frozen, or where a pass with kept
-        rows differs from one without.
+        rows differs from one without. None either where weights are offloaded or divided among
+        processes: whether they change cannot be seen.
     """
-    has_frozen = any(name not in params for name, _ in task.model.named_parameters())
-    if task.n_data < PROBE_EXAMPLES or not has_frozen:
+    frozen = [p for name, p in task.model.named_parameters() if name not in params]
+    are_here = not any(parameter.is_meta or is_sharded(parameter) for parameter in frozen)
+    if task.n_data < PROBE_EXAMPLES or not frozen or not are_here:
         return ()
     params = {name: p.detach().clone() for name, p in task.cast(params).items()}
     run = task.run_model

@@ -18,9 +18,12 @@ from torch import Tensor
 from blr_analysis.backprop.engine import Chunk, chunks
 from blr_analysis.backprop.matrices import Joint
 from blr_analysis.data.examples import evenly_spread
+from blr_analysis.models import n_parameters
 from blr_analysis.posterior.fit import random_sequences, sampled_examples, vocabulary_of
 from blr_analysis.posterior.precision_files import FACTORED
+from blr_analysis.posterior.reach import share_in_words
 from blr_analysis.posterior.stationarity import n_single_gradients
+from blr_analysis.ranks import gathered_piece
 from blr_analysis.task import Task
 
 EXAMPLES_TIMED = 32
@@ -36,12 +39,14 @@ class Forecast:
         memory: the peak of the run, in bytes.
         disk: what the run writes, in bytes.
         seconds: extrapolated from a few examples; wrong by a factor of two on a busy machine.
+        coverage: how many parameters train, and of how many, in words.
     """
 
     passes: float
     memory: int
     disk: int
     seconds: float
+    coverage: str
 
     @classmethod
     def of(
@@ -59,8 +64,8 @@ class Forecast:
         params = task.parameters()
         itemsize = next(iter(params.values())).element_size()
         chunk = next(iter(chunks(task.quiet, params, columns=1)))
-        n_parameters = sum(p.numel() for p in params.values())
-        numbers_in_memory = 2 * n_parameters  # a mean and a diagonal precision
+        n_trained = sum(p.numel() for p in params.values())
+        numbers_in_memory = 2 * n_trained  # a mean and a diagonal precision
         if structure in FACTORED:
             layers = _layers_with_factors(task, params, chunk)
             numbers_in_memory += sum(map(_numbers_of_factors, layers))
@@ -70,7 +75,8 @@ class Forecast:
         seconds = swept * sweep_seconds(task, params)
         if trained:
             seconds += trained * step_seconds(task)
-        return cls((swept + trained) / task.n_data, memory, disk, seconds)
+        coverage = share_in_words(n_trained, n_parameters(task.model))
+        return cls((swept + trained) / task.n_data, memory, disk, seconds, coverage)
 
 
 def _layers_with_factors(task: Task, params: dict[str, Tensor], chunk: Chunk) -> list[Joint]:
@@ -137,7 +143,7 @@ def sweep_seconds(task: Task, params: Mapping[str, Tensor]) -> float:
 def step_seconds(task: Task) -> float:
     """Seconds for an example in a training, with frozen layers computed anew."""
     trainable = {n: p for n, p in task.model.named_parameters() if p.requires_grad}
-    leaves = {n: p.detach().clone().requires_grad_() for n, p in trainable.items()}
+    leaves = {n: gathered_piece(p).detach().clone().requires_grad_() for n, p in trainable.items()}
 
     def step(indices: Tensor) -> None:
         with torch.enable_grad(), task.evaluation(), task.frozen.off():

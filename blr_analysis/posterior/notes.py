@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from blr_analysis.posterior.facts import Facts, Rerun
+from blr_analysis.posterior.reach import note_of_unreached
 
 GUESSED_TEMPERATURE = 0.15  # τ of Kronecker fits of classifiers: python -m benchmarks.field
 MOSTLY_SATURATED = 0.5  # share of predictions that are exactly 0 or 1
@@ -46,6 +47,7 @@ def note_of(facts: Facts, entries: Mapping[str, Any], structure: str) -> str:
     notes.append(entries.get("caveat") or "")
     notes.append(_note_of_scale(facts, structure))
     notes.append(note_of_drawn_labels(entries.get("drawn")))
+    notes.append(note_of_unreached(entries.get("unreached") or ()))
     return "; ".join(note for note in notes if note)
 
 

@@ -19,6 +19,7 @@ from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError, PosteriorError, warn_user
 from blr_analysis.files import Unfinished
 from blr_analysis.half import narrow, widened
+from blr_analysis.models import n_parameters
 from blr_analysis.posterior.capture import tied_names
 from blr_analysis.posterior.fit import Fit, has_many_outputs, random_sequences
 from blr_analysis.posterior.flat import refuse_flat
@@ -34,6 +35,7 @@ from blr_analysis.posterior.prior import (
     real_tensors,
 )
 from blr_analysis.posterior.prior_choice import chosen_prior
+from blr_analysis.posterior.reach import unreached
 from blr_analysis.posterior.recognition import fingerprint, frozen_numbers
 from blr_analysis.posterior.stationarity import measured
 from blr_analysis.posterior.structures import KINDS, Diagonal, Kronecker, Structure
@@ -164,13 +166,15 @@ def _precision(
     basis_of_prior = _basis_of_prior(fit, kind)
     if basis_of_prior is not None:
         return basis_of_prior.summed(fit).plus_prior(fit.prior), details
-    if kronecker is not None and kind is Kronecker:
-        return kronecker.plus_prior(fit.prior), details
-    form, details_of_kind = kind.fitted(fit)
-    details |= details_of_kind
+    curvature: Structure | None = kronecker if kind is Kronecker else None
+    if curvature is None:
+        curvature, details_of_kind = kind.fitted(fit)
+        details |= details_of_kind
+    if names := unreached(curvature):
+        details["unreached"] = names
     if not prior_is_known and kind.of_inputs:
-        fit.prior = Prior({None: GRAM_PRIOR * _mean_diagonal(form)}, fit.prior.mean)
-    return form.plus_prior(fit.prior), details
+        fit.prior = Prior({None: GRAM_PRIOR * _mean_diagonal(curvature)}, fit.prior.mean)
+    return curvature.plus_prior(fit.prior), details
 
 
 def _find_prior(fit: Fit) -> tuple[Kronecker, dict[str, Any]]:
@@ -254,6 +258,7 @@ def _record(fit: Fit, kind: type[Structure]) -> dict[str, Any]:
         "fixed": [n for n, _ in parameters if n not in fit.params],
         "frozen": [n for n, p in parameters if not p.requires_grad],
         "tied": tied_names(task.model),
+        "model_parameters": n_parameters(task.model),
     }
     if task.recipe is not None:
         record["recipe"] = task.recipe.record

@@ -14,7 +14,7 @@ from blr_analysis.checks import bare_name, instance, path_of, positive_int, whol
 from blr_analysis.errors import InitialPrecisionWarning, InputError, PosteriorError, warn_user
 from blr_analysis.files import storage
 from blr_analysis.half import narrow, placed, widened
-from blr_analysis.models import find_device, unwrapped
+from blr_analysis.models import find_device, n_parameters, unwrapped
 from blr_analysis.posterior import capture
 from blr_analysis.posterior.averaging import averaged
 from blr_analysis.posterior.capture.learned import LARGE_SHARE
@@ -55,6 +55,7 @@ from blr_analysis.posterior.prior import (
     real_tensors,
 )
 from blr_analysis.posterior.prior_choice import in_words
+from blr_analysis.posterior.reach import share_in_words
 from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.posterior.structures import Diagonal, Structure, Tree
 from blr_analysis.posterior.structures.lowrank import ENOUGH_EXPLAINED
@@ -201,9 +202,8 @@ class Posterior:
         )
 
     def __repr__(self) -> str:
-        n_parameters = sum(t.numel() for t in self.mean.values())
         facts = [
-            f"{self.structure!r}, {len(self.mean)} tensors, {n_parameters:,} parameters",
+            f"{self.structure!r}, {len(self.mean)} tensors, {self.coverage}",
             f"n_data={self.n_data}, kind={self._entries.get('kind', 'given')!r}",
             f"prior_precision={self._prior_in_words()}",
         ]
@@ -222,6 +222,12 @@ class Posterior:
             facts.append(f"rank explains {explained:.0%}: too low for influence")
         text = f"Posterior({', '.join(facts)}"
         return f"{text}; {self.note})" if self.note else f"{text})"
+
+    @property
+    def coverage(self) -> str:
+        """How many parameters the posterior covers, and of how many, in words."""
+        covered = sum(mean.numel() for mean in self.mean.values())
+        return share_in_words(covered, self._entries.get("model_parameters"))
 
     def _prior_in_words(self) -> str:
         """δ, and how it was found, for the repr."""
@@ -383,7 +389,11 @@ class Posterior:
             captured.precision,
             prior_precision=captured.prior_precision,
             n_data=captured.n_data,
-            record={**captured.record, "fixed": fixed},
+            record={
+                **captured.record,
+                "fixed": fixed,
+                "model_parameters": n_parameters(model),
+            },
             initial=facts.initial,
             buffers=buffers_of(model),
         )

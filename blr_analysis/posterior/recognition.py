@@ -19,9 +19,11 @@ from torch import Tensor
 from blr_analysis.checks import bare_name
 from blr_analysis.data.examples import evenly_spread
 from blr_analysis.errors import BLRError, PosteriorError, PosteriorWarning, warn_user
+from blr_analysis.half import stored_parts
 from blr_analysis.posterior.facts import Numbers
 from blr_analysis.posterior.input_ranges import remember
 from blr_analysis.posterior.posterior import Posterior
+from blr_analysis.ranks import gathered_piece
 from blr_analysis.task import Task
 
 N_EXAMPLES = 8  # a fingerprint is of so many examples, spread evenly over the data
@@ -214,22 +216,31 @@ def _count_of_differences(before: Tensor, now: Tensor) -> int:
 def frozen_numbers(task: Task, mean: Mapping[str, Tensor]) -> Numbers:
     """The number (:func:`_projected`) and the norm of some entries of every frozen parameter.
 
-    A parameter is frozen if the posterior's ``mean`` does not contain it.
+    A parameter is frozen if the posterior's ``mean`` does not contain it. Parameters that are
+    offloaded are left out.
     """
     return {
-        name: _number_and_norm(parameter.detach())
+        name: _number_and_norm(gathered_piece(parameter).detach())
         for name, parameter in task.model.named_parameters()
-        if name not in mean and parameter.numel()
+        if name not in mean and parameter.numel() and not parameter.is_meta
     }
 
 
 def _number_and_norm(parameter: Tensor) -> list[float]:
-    """The number (:func:`_projected`) and the norm of some entries of one parameter."""
-    flat = parameter.reshape(-1)
+    """The number (:func:`_projected`) and the norm of some entries of one parameter.
+
+    Of a quantised parameter they are of its codes and scales.
+    """
+    entries = torch.cat([_some_entries(part) for part in stored_parts(parameter)])
+    return [float(_projected(entries.unsqueeze(0))), float(entries.norm())]
+
+
+def _some_entries(tensor: Tensor) -> Tensor:
+    """Entries that are spread evenly over the tensor, in float64 on the CPU."""
+    flat = tensor.reshape(-1)
     n_entries = min(len(flat), N_ENTRIES)
     places = torch.linspace(0, len(flat) - 1, n_entries, dtype=torch.float64)
-    entries = flat[places.long().to(flat.device)].cpu().double()
-    return [float(_projected(entries.unsqueeze(0))), float(entries.norm())]
+    return flat[places.long().to(flat.device)].cpu().double()
 
 
 def _change_of_frozen(task: Task, q: Posterior, frozen_values: Numbers) -> str:
@@ -273,7 +284,7 @@ def warning_of_other_weights(task: Task, q: Posterior) -> str:
     """
     parameters = {bare_name(name): p for name, p in task.model.named_parameters()}
     for name, mean in q.mean.items():
-        weights = parameters[bare_name(name)].detach().to(mean)
+        weights = gathered_piece(parameters[bare_name(name)]).detach().to(mean)
         bound = ROUNDED * mean.abs() + SMALLEST
         if bool(((weights - mean).abs() > bound).any()):
             return OTHER_WEIGHTS
@@ -289,7 +300,10 @@ def check_weights(task: Task, posterior: Posterior) -> None:
 def _distance(task: Task, q: Posterior) -> float:
     """‖θ − m‖ / ‖m‖ of the model's weights θ and the posterior's mean m."""
     weights = dict(task.model.named_parameters())
-    gaps = [_norm(weights[name].detach().to(m) - m) for name, m in q.mean.items()]
+    gaps = []
+    for name, mean in q.mean.items():
+        weight = gathered_piece(weights[name]).detach().to(mean)
+        gaps.append(_norm(weight - mean))
     sizes = [_norm(m) for m in q.mean.values()]
     return math.hypot(*gaps) / math.hypot(*sizes, TINY_NORM)
 

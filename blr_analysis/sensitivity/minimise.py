@@ -15,14 +15,14 @@ logit of a class that was removed.
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass, field
 
 import torch
 
 from blr_analysis.backprop.tree import add, dot, scaled
-from blr_analysis.errors import BLRError, ModelError, PosteriorError, told_as
+from blr_analysis.errors import BLRError, PosteriorError
+from blr_analysis.models import copied
 from blr_analysis.posterior.laplace import fit_laplace
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures import Structure, Tree
@@ -247,9 +247,7 @@ def on_a_copy(task: Task) -> Task:
     Raises:
         ModelError: the model cannot be copied.
     """
-    with told_as(ModelError, "the model cannot be copied", "copy.deepcopy must take it"):
-        model = copy.deepcopy(task.model)
-    return task.under(model, task.device)
+    return task.under(copied(task.model), task.device)
 
 
 def write(task: Task, params: Tree) -> None:

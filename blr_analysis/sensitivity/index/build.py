@@ -101,7 +101,9 @@ class Builder:
         if not ranks.first():
             return
         entries = {"error": self.store.plan["error"], "numbers": self.projection.sketch.size}
-        self.projection.sketch.posterior.save(self.store.path / POSTERIOR)
+        q = self.projection.sketch.posterior
+        entries["coverage"] = q.coverage
+        q.save(self.store.path / POSTERIOR)
         self.store.write_examples(self.projection.task.metadata)
         self.store.write_config(claim | entries)
 

@@ -78,6 +78,7 @@ def build_forecast(
         memory=peak_memory(task.device) + further_rows * _bytes_of_a_row(projection),
         disk=stored + _bytes_of(q),
         seconds=seconds,
+        coverage=q.coverage,
     )
 
 
