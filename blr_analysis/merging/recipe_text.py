@@ -254,7 +254,7 @@ def _complaints(fault: ValidationError) -> str:
     for error in fault.errors(include_url=False, include_input=False)[:COMPLAINTS_SHOWN]:
         key = ".".join(map(str, error["loc"])) or "the recipe"
         complaint = COMPLAINTS.get(error["type"], error["msg"])
-        last = error["loc"][-1] if error["loc"] else None
+        last = str(error["loc"][-1]) if error["loc"] else ""
         if error["type"] == "extra_forbidden" and last in KEYS_MEANT:
             complaint = f"there is no such key: {KEYS_MEANT[last]}"
         sentences.append(f"{key}: {complaint}")
