@@ -90,7 +90,7 @@ def _notes(findings: Findings, has_estimate: bool) -> list[str]:
         notes.append(f"The estimate is rough: {loo.note}.")
     if findings.on_test is not None and has_estimate:
         notes.append(agreement(loo, findings.on_test, measured(findings)))
-        n_wrong = int((findings.suspects["kind"] == "label").sum())
+        n_wrong = findings.suspects["kind"].tolist().count("label")
         if n_wrong and loo.nll > findings.on_test.nll:
             notes.append(WRONG_LABELS.format(n_wrong))
     return notes

@@ -81,7 +81,7 @@ def say_if_surprising(say: Callable[[str], None], bad: Task, good: Task) -> None
     tasks = (bad, good)
     if not all(task.likelihood.is_sequence for task in tasks):
         return
-    evaluations = [evaluated(task, task.parameters())[0] for task in tasks]
+    evaluations: list[Any] = [evaluated(task, task.parameters())[0] for task in tasks]
     loss_of_bad, loss_of_good = (evaluation.nll_per_token for evaluation in evaluations)
     if loss_of_good > loss_of_bad + SURPRISING:
         say(
