@@ -84,18 +84,29 @@ class Pass:
     recomputed: list[LayerCall] = field(default_factory=list)
     outputs: Tensor | None = None
 
-    def gradients(self, outputs: Any, cotangents: Any) -> list[Gradients]:
-        """The gradients at every call's outputs, for these cotangents of the model's outputs.
+    def gradients(
+        self, outputs: Any, cotangents: Any, parameters: Sequence[Tensor] = ()
+    ) -> tuple[list[Gradients], Gradients]:
+        """The gradients at every call's outputs, and of these parameters, for these cotangents of
+        the model's outputs.
 
         This backward pass leaves no trace on the calls.
         """
         edges = [edge for call in self.calls for edge in call.edges]
-        gradients = iter(
-            torch.autograd.grad(outputs, edges, cotangents, retain_graph=True, allow_unused=True)
-        )
-        for call in self.calls:  # whose hooks have stored this pass's gradients
-            call.gradients[:] = [None] * len(call.gradients)
-        return [list(islice(gradients, len(call.edges))) for call in self.calls]
+        before = [list(call.gradients) for call in self.calls]
+        try:
+            gradients = iter(
+                torch.autograd.grad(
+                    outputs, [*edges, *parameters], cotangents, retain_graph=True, allow_unused=True
+                )
+            )
+        finally:  # the calls' hooks have added this pass's gradients
+            for call, gradients_before in zip(self.calls, before, strict=True):
+                call.gradients[:] = gradients_before
+        at_calls: list[Gradients] = [
+            list(islice(gradients, len(call.edges))) for call in self.calls
+        ]
+        return at_calls, list(gradients)
 
     @property
     def differentiated(self) -> list[LayerCall]:

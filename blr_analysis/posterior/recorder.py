@@ -67,6 +67,7 @@ TOGETHER = 2048  # rows of one product: passes are collected until they have so 
 MOST_OUTPUTS = 2**27  # in a pass with drawn labels: more would take too much memory
 FEW_MULTIPLICATIONS = 4e6  # in the products of a pass: they take no time beside the rest
 COUNTS = ("passes", "recorded", "drawn")
+Squares = dict[str, Tensor]  # E_i g_i² by parameter
 STATE = {"passes", "recorded", "shapes", "joints", "means"}
 
 
@@ -82,8 +83,9 @@ class KroneckerRecorder(Reader):
     Args:
         model: what is trained. Its trainable parameters must belong to layers that
             :mod:`blr_analysis.backprop.layers` has a rule for (Linear, convolutions, embeddings,
-            norms), or be vectors of modules without buffers, as in norms of any definition; freeze
-            others.
+            norms), or be vectors of modules without buffers, as in norms of any definition. With
+            drawn labels the others have S = N · E_i g_i² + δ from the gradient of each pass; with
+            given ones freeze them.
         every: passes for each that is recorded. Some 20 recorded passes, or 1,000 examples, should
             come together: take 20 to 50 in a training of 1,000 steps.
         beta2: None: the plain mean over the run; else a running mean that forgets, as IVON's h.
@@ -136,8 +138,15 @@ class KroneckerRecorder(Reader):
         self.labels = one_of("labels", labels, ("given", "drawn"))
         self._model = model
         self._parameters = _trainable(model)
-        self._units = units_of(model, set(self._parameters))
+        units = units_of(model, set(self._parameters))
+        self._units = [unit for unit in units if _is_readable(unit, model)]
+        of_layers = {name for unit in self._units for name in unit.names.values()}
+        self._without_rule = [name for name in self._parameters if name not in of_layers]
         _check_recordable(self._parameters, self._units)
+        if self._without_rule and self.labels == "given":
+            raise ModelError(
+                f"no layer rule for {some(self._without_rule)}: freeze them, or use fit_laplace"
+            )
         self.passes = 0  # in training mode, so far
         self._recorded = 0  # passes that were recorded
         self._drawn = 0  # those of them with drawn labels
@@ -151,6 +160,9 @@ class KroneckerRecorder(Reader):
         self._follows_recorded = False  # whether the pass before this one was recorded
         self._is_recorded = False  # whether this pass is recorded
         self._collected: list[Pass] = []  # recorded passes that the means do not hold yet
+        # Of parameters without a rule, E_i g_i² in each of the collected passes.
+        self._collected_squares: list[Squares] = []
+        self._squares_of: dict[Pass, Squares] = {}  # of passes whose loss is none to draw from
         self._layout: list[Any] = []  # layers and shapes of the collected passes
         self._rows_of_example = 1.0  # the most rows that an example of them has in a layer
         self._used: dict[tuple[int, int], Tensor | None] = {}  # the examples that products are of
@@ -180,6 +192,9 @@ class KroneckerRecorder(Reader):
                 if self.labels == "drawn":
                     n_numbers += weight.numel()  # of the gradient
                 sizes[name] = n_numbers * working(weight.dtype).itemsize
+        for name in self._without_rule:
+            weight = self._parameters[name]
+            sizes[name] = 2 * weight.numel() * working(weight.dtype).itemsize
         return sum(sizes.values())
 
     def remove(self) -> None:
@@ -208,6 +223,7 @@ class KroneckerRecorder(Reader):
         self._watch_gradients(self._is_recorded and self.labels == "drawn")
         if self._is_recorded:
             self._tape.passes.clear()  # passes that no gradient came back to
+            self._squares_of.clear()
         is_watching = self.labels == "given" and not self.accumulates
         may_accumulate = self._follows_recorded and is_watching
         is_noted = self._is_recorded or (may_accumulate and batch > 0)
@@ -225,6 +241,8 @@ class KroneckerRecorder(Reader):
             forward.outputs = outputs
             outputs.register_hook(partial(self._loss_met, weakref.ref(forward)))
             return
+        if self._without_rule and self._is_recorded:
+            raise self._not_recorded("a model of several outputs")
         unit = forward.calls[0].visit.unit
         for call in forward.calls:
             call.edges = []
@@ -256,14 +274,16 @@ class KroneckerRecorder(Reader):
         outputs = forward.outputs
         assert outputs is not None
         drawn = drawn_errors(outputs.detach(), gradient, self.passes)
-        gradients = None if drawn is None else self._of_drawn(forward, outputs, drawn.errors)
+        gradients = None if drawn is None else self._backward(forward, outputs, drawn.errors)
         if drawn is not None and gradients is not None:
             examples = None
             n_examples = forward.batch
             if not drawn.all_counted:
                 examples = gradient.reshape(forward.batch, -1).any(1).nonzero().flatten()
                 n_examples = len(examples)
-            self._collect(forward.with_gradients(gradients), examples)
+            at_calls, of_parameters = gradients
+            squares = self._mean_squares(of_parameters, n_examples)
+            self._collect(forward.with_gradients(at_calls), examples, squares)
             self._gradient_scale = 1 / (drawn.weight * n_examples)
             self.needs_gradients = self._has_other_labels
             self._tape.passes.remove(forward)
@@ -272,30 +292,71 @@ class KroneckerRecorder(Reader):
         else:
             self._has_other_labels = True
             self.needs_gradients = True
+            if self._without_rule:
+                self._squares_of[forward] = self._squares_of_given(forward, outputs, gradient)
         forward.outputs = None
         for call in forward.calls:
             call.edges = []
 
-    def _of_drawn(self, forward: Pass, outputs: Tensor, errors: Tensor) -> list[Gradients] | None:
-        """The gradients of drawn labels at the layers' outputs; None where there is no second
-        backward pass, as through reentrant checkpoints."""
+    def _backward(
+        self, forward: Pass, outputs: Tensor, errors: Tensor
+    ) -> tuple[list[Gradients], Gradients] | None:
+        """The gradients of these errors at the layers' outputs, and of the parameters without a
+        rule; None where there is no second backward pass, as through reentrant checkpoints."""
+        parameters = [self._parameters[name] for name in self._without_rule]
         self._is_drawing = True
         try:
-            gradients = forward.gradients([outputs], [errors])
+            gradients = forward.gradients([outputs], [errors], parameters)
             for call in forward.calls:
                 call.check_inputs()
             return gradients
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
-            for call in forward.calls:
-                call.gradients[:] = [None] * len(call.gradients)
             forward.recomputed.clear()
             return None
         finally:
             self._is_drawing = False
 
-    def _collect(self, forward: Pass, counted: Tensor | None) -> None:
+    def _squares_of_given(self, forward: Pass, outputs: Tensor, gradient: Tensor) -> Squares:
+        """E_i g_i² of the labels of the loss, for parameters without a rule.
+
+        With a random sign s_i for each example, E (Σ_i s_i g_i)² = Σ_i g_i².
+        """
+        counted = gradient.reshape(forward.batch, -1).any(1)
+        n_examples = max(int(counted.sum()), 1)
+        factor = 1 / self.scale
+        if self.reduction == "mean":
+            factor = n_examples / self.scale
+        generator = torch.Generator(gradient.device).manual_seed(self.passes)
+        bits = torch.randint(2, counted.shape, generator=generator, device=gradient.device)
+        signs = (2 * bits - 1).to(gradient.dtype)
+        by_example = signs.reshape(-1, *[1] * (gradient.ndim - 1))
+        gradients = self._backward(forward, outputs, gradient * by_example)
+        if gradients is None:
+            raise self._not_recorded("a model with reentrant checkpoints")
+        return self._mean_squares(_scaled(gradients[1], factor), n_examples)
+
+    def _mean_squares(self, gradients: Gradients, n_examples: int) -> Squares:
+        """E_i g_i² of the parameters without a rule, from their gradients Σ_i g_i.
+
+        Examples' gradients are independent with mean 0, because their labels, or signs, are drawn.
+        """
+        squares = {}
+        for name, gradient in zip(self._without_rule, gradients, strict=True):
+            if gradient is None:
+                gradient = torch.zeros_like(self._parameters[name])
+            wide = gradient.detach().to(working(gradient.dtype))
+            squares[name] = wide.square().div_(n_examples)
+        return squares
+
+    def _not_recorded(self, cause: str) -> ModelError:
+        return ModelError(
+            f"{some(self._without_rule)} of {cause} cannot be recorded: freeze them, or use "
+            "fit_laplace"
+        )
+
+    def _collect(self, forward: Pass, counted: Tensor | None, squares: Squares) -> None:
         """Collect a pass with drawn labels: products of several passes at once are faster.
 
         An output that all examples share has the sum of their gradients. Their labels are drawn
@@ -303,6 +364,7 @@ class KroneckerRecorder(Reader):
 
         Args:
             counted: the indices of the examples with a loss; None: all.
+            squares: E_i g_i² of parameters without a rule.
         """
         n_counted = forward.batch if counted is None else len(counted)
         for call in forward.calls:
@@ -315,6 +377,11 @@ class KroneckerRecorder(Reader):
             self._used = {}
             rows = [len(call.visit.outputs[0]) * positions_of(call.visit) for call in forward.calls]
             self._rows_of_example = max(rows, default=0) / forward.batch
+        self._collected_squares.append(squares)
+        if any(isinstance(call.visit.unit.module, nn.RNNBase) for call in forward.calls):
+            self._collected.append(forward)  # examples are not first in a layer's last states
+            self._multiply()
+            return
         used = self._used_examples(forward, n_counted)
         if used is not None:
             examples = used if counted is None else counted[used.to(counted.device)]
@@ -363,6 +430,10 @@ class KroneckerRecorder(Reader):
             self._collected = []
             self._drawn += n_passes
             self._average(self._terms_of_drawn(forward, n_passes), n_passes)
+            for name in self._without_rule:
+                squares = [of_pass[name] for of_pass in self._collected_squares]
+                self._move_mean(name, torch.stack(squares).mean(0), n_passes)
+            self._collected_squares = []
 
     def _terms_of_drawn(self, forward: Pass, n_passes: int) -> list[Term]:
         """G_i of the layers that have a row for each example, or one row for each pass.
@@ -407,6 +478,8 @@ class KroneckerRecorder(Reader):
             if forward.differentiated:
                 self._tape.passes.remove(forward)
                 self._average(self._given(forward))
+                for name, squares in self._squares_of.pop(forward, {}).items():
+                    self._move_mean(name, squares, 1)
 
     def _given(self, forward: Pass) -> list[Term]:
         """G_i of the labels of the loss."""
@@ -607,6 +680,8 @@ class KroneckerRecorder(Reader):
         self._gradients = {key: g.to(device, copy=True) for key, g in gradients.items()}
         self._joints = {joint.key: joint for joint in map(Joint.read, state["joints"])}
         self._collected = []
+        self._collected_squares = []
+        self._squares_of = {}
         self._tape.passes.clear()
 
 
@@ -641,12 +716,14 @@ def between(earlier: Mapping[str, Any] | None, later: Mapping[str, Any]) -> dict
 
 def is_recordable(model: nn.Module) -> bool:
     """Whether a recorder sees all that is trained in a model."""
-    parameters = _trainable(unwrapped(model))
+    model = unwrapped(model)
+    parameters = _trainable(model)
+    units = units_of(model, set(parameters))
     try:
-        _check_recordable(parameters, units_of(unwrapped(model), set(parameters)))
+        _check_recordable(parameters, [unit for unit in units if _is_readable(unit, model)])
     except ModelError:
         return False
-    return not any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
+    return True
 
 
 def _numbers_of_factors(module: nn.Module, weight: Tensor) -> int:
@@ -684,14 +761,24 @@ def _check_recordable(parameters: Mapping[str, nn.Parameter], units: Sequence[Un
             f"{some(sharded)} are sharded over processes, where layers see no whole weights: "
             "record under DistributedDataParallel, or use fit_laplace"
         )
-    unreadable = [
-        name
-        for unit in units
-        if unit.rule is None and not _is_small(unit)
-        for name in unit.names.values()
-    ]
-    if unreadable:
-        raise ModelError(f"no layer rule for {some(unreadable)}: freeze them, or use fit_laplace")
+    if not units:
+        raise ModelError(f"no layer rule for {some(list(parameters))}: use fit_laplace")
+
+
+def _is_readable(unit: Unit, model: nn.Module) -> bool:
+    """Whether hooks see what each example contributes to the parameters of a module.
+
+    The others are recorded by the gradient of drawn labels. They are modules without a rule,
+    recurrent layers whose examples are not first, and the projections of
+    ``torch.nn.MultiheadAttention``, which runs them without calling them.
+    """
+    module = unit.module
+    parent = model.get_submodule(unit.path.rpartition(".")[0])
+    if isinstance(parent, nn.MultiheadAttention):
+        return False
+    if isinstance(module, nn.RNNBase) and not module.batch_first:
+        return False
+    return unit.rule is not None or _is_small(unit)
 
 
 def _is_small(unit: Unit) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import graph, mlp, normal, tokens
+from models import graph, mlp, normal, seeded, tokens
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, unfold
 
@@ -390,8 +390,97 @@ class Bilinear(nn.Module):
 
 
 def test_matrices_of_unknown_modules_are_refused() -> None:
+    """With given labels; drawn ones show their squares."""
     with pytest.raises(ModelError, match=r"no layer rule for '0\.matrix'"):
         KroneckerRecorder(nn.Sequential(Bilinear(), nn.Linear(4, 3)))
+    with pytest.raises(ModelError, match="no layer rule for 'matrix'"):
+        KroneckerRecorder(Bilinear(), labels="drawn")
+
+
+class Projected(nn.Module):
+    """Parameters of the model itself, attention, and a recurrent layer with time first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.randn(3, 4))
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.states = nn.GRU(4, 3)
+        self.read = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.start
+        attended, _ = self.attention(x, x, x, need_weights=False)
+        return self.read(self.states(attended.transpose(0, 1))[0][-1])
+
+
+def squares_of(model: nn.Module, losses: list[Tensor]) -> dict[str, Tensor]:
+    """The mean square of the losses' gradients, one backward pass after another."""
+    totals = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    parameters = list(model.parameters())
+    for loss in losses:
+        gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
+        for total, gradient in zip(totals.values(), gradients, strict=True):
+            total += gradient.square() / len(losses)
+    return totals
+
+
+def test_parameters_without_a_rule_have_their_squares() -> None:
+    """Single examples of a regression show g_i² itself, whatever sign is drawn."""
+    with seeded(0):
+        model = Projected().double()
+        x, y = torch.randn(6, 5, 3).double(), torch.randn(6, 2).double()
+    recorder = KroneckerRecorder(model, every=1, labels="drawn")
+    for i in range(6):
+        nn.functional.mse_loss(model(x[i : i + 1]), y[i : i + 1]).backward()
+    posterior = blr.Posterior.from_recorder(recorder, model, n_data=6, prior_precision=1.0)
+    model.eval()
+    losses = [nn.functional.mse_loss(model(x[i : i + 1]), y[i : i + 1]) for i in range(6)]
+    expected = squares_of(model, losses)
+    for name in expected.keys() - {"read.weight", "read.bias"}:
+        torch.testing.assert_close(posterior.precision(name) - 1, 6 * expected[name])
+
+
+def test_parameters_without_a_rule_have_the_fisher_of_drawn_labels() -> None:
+    """Σ_c p_c g_c², to within five standard errors of the draws."""
+    n_passes = 80
+    with seeded(0):
+        model = Projected().double()
+        x, y = torch.randn(4, 5, 3).double(), torch.randint(2, (4,))
+    recorder = KroneckerRecorder(model, every=1, labels="drawn")
+    for _ in range(n_passes):
+        passed(model, x, y, 4)
+    posterior = blr.Posterior.from_recorder(recorder, model, n_data=4, prior_precision=1.0)
+    model.eval()
+    logits = model(x)
+    root = logits.detach().softmax(1).prod(1).sqrt()  # of p (1 − p), two classes
+    losses = [root[i] * (logits[i, 0] - logits[i, 1]) for i in range(4)]
+    expected = squares_of(model, losses)
+    # A square of a sum of four draws has a standard deviation of at most √2 times its mean, or so.
+    relative_error = 5 * (3 / n_passes) ** 0.5
+    for name in expected.keys() - {"read.weight", "read.bias"}:
+        difference = (posterior.precision(name) - 1) / 4 - expected[name]
+        assert float(difference.norm()) < relative_error * float(expected[name].norm())
+
+
+def test_a_recurrent_layer_is_recorded_over_several_passes() -> None:
+    """Its last states have their examples second, so that passes are not joined."""
+    with seeded(0):
+        layers = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 2)
+        x, y = torch.randn(12, 5, 3), torch.randint(2, (12,))
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.states, self.read = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.read(self.states(x)[0][:, -1])
+
+    model = Last()
+    recorder = KroneckerRecorder(model, every=1, labels="drawn")
+    passed(model, x, y, 4)
+    assert recorder.recorded == 3
+    assert all(bool(mean.isfinite().all()) for pair in recorder.factors.values() for mean in pair)
 
 
 @pytest.mark.parametrize("kind", ["kron", "adam", "ivon"])

@@ -162,7 +162,7 @@ class Listener(Reader):
         cotangents = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
         for cotangent in cotangents:
             cotangent[left_out.to(cotangent.device)] = 0
-        gradients = forward.gradients(outputs, cotangents)
+        gradients, _ = forward.gradients(outputs, cotangents)
         for call, call_gradients in zip(forward.calls, gradients, strict=True):
             if any(_reaches(grad, left_out, batch) for grad in call_gradients):
                 raise self._unreadable(

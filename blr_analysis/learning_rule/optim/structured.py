@@ -380,7 +380,7 @@ class JacobianRows(GradientRows):
             labels = f.new_zeros(len(f), dtype=torch.long)
         blocks = []
         for column in self.likelihood.hessian_root(f.detach(), labels).unbind(-1):
-            gradients = forward.gradients(f, column)
+            gradients, _ = forward.gradients(f, column)
             with torch.no_grad():
                 blocks.append(self._flat(self._terms(forward, gradients)))
         self.rows = torch.cat(blocks)
