@@ -18,6 +18,8 @@ from blr_analysis.errors import DataError, InputError
 
 MIN_TO_TELL_LOGITS = 10  # examples; the outputs of fewer do not tell whether they are logits
 
+FOUND = {"estimated", "has_curvature"}  # attributes that data showed
+
 
 class Likelihood(ABC):
     """One exponential-family likelihood: its error e, Hessian Λ, loss, mean and samples.
@@ -75,7 +77,7 @@ class Likelihood(ABC):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings by name, as a record may hold them."""
-        return {name: value for name, value in vars(self).items() if name != "estimated"}
+        return {name: value for name, value in vars(self).items() if name not in FOUND}
 
     def taking(self, settings: Mapping[str, Any]) -> Likelihood:
         """This likelihood with the :attr:`settings` that a record holds."""
@@ -107,6 +109,10 @@ class Likelihood(ABC):
     def moved(self, outputs: Tensor, step: Tensor) -> Tensor:
         """The outputs after a linearised step ``[B, C]``, kept in the range of possible outputs."""
         return outputs + step
+
+    def check_moved(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raise :class:`InputError` where the loss fails on outputs that :meth:`moved` gave."""
+        return None
 
     def looks_normalised(self, outputs: Tensor) -> bool:
         """Whether these outputs look like probabilities, where the likelihood takes logits."""
@@ -248,6 +254,8 @@ def alike(a: Any, b: Any) -> bool:
     is_function_or_class = isinstance(a, type | FunctionType | MethodType | partial)
     if type(a) is not type(b) or is_function_or_class:
         return False
+    if isinstance(a, Likelihood):
+        return alike(a.settings, b.settings)
     if hasattr(a, "__dict__"):
         return alike(vars(a), vars(b))
     return bool(np.array_equal(cast(Any, a), cast(Any, b)))

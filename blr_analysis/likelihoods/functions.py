@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -35,6 +36,7 @@ class Function(Likelihood):
         like: the likelihood that prepares the targets, makes predictions of the outputs, and
             decides which of them are right. None: targets are taken as they are, and the outputs
             are the prediction.
+        lowest, highest: the range of outputs that the loss takes.
 
     Raises:
         InputError: the loss fails, is not one number per example, mixes examples, or has no
@@ -49,11 +51,21 @@ class Function(Likelihood):
         tensor([[ 0.2983, -0.2983]])
     """
 
-    def __init__(self, loss: Loss, like: Likelihood | None = None) -> None:
+    def __init__(
+        self,
+        loss: Loss,
+        like: Likelihood | None = None,
+        *,
+        lowest: float = -math.inf,
+        highest: float = math.inf,
+    ) -> None:
         if not callable(loss):
             raise InputError(f"a loss must be a function (outputs, targets), got {loss!r}")
         self.loss = loss
         self.like = like
+        self.lowest = lowest
+        self.highest = highest
+        self.has_curvature = False  # whether some batch showed that it has
         self.name = "function" if like is None else like.name
         self.is_classification = like is not None and like.is_classification
         self.integer_targets = like is not None and like.integer_targets
@@ -132,8 +144,11 @@ class Function(Likelihood):
     def _check_curvature(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise if the loss is linear everywhere that is tried.
 
-        It is tried at the outputs, at random outputs and near the targets.
+        It is tried at the outputs, at random outputs and near the targets, of each batch until one
+        has curvature: a loss may be linear for some targets, as that of rates for a count of 0.
         """
+        if self.has_curvature:
+            return
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(outputs.shape, generator=generator).to(outputs)
         points = [outputs, noise]
@@ -146,11 +161,26 @@ class Function(Likelihood):
             for f in points:
                 curvature = self._hessian_times(f, targets, noise)
                 if bool(curvature.any()):
+                    self.has_curvature = True
                     return
         raise InputError(f"{problem} (it is linear there); {remedy}")
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self.loss(outputs, targets)
+
+    def moved(self, outputs: Tensor, step: Tensor) -> Tensor:
+        """Linear, and cut off at the range of outputs that the loss takes."""
+        if self.like is not None:
+            return self.like.moved(outputs, step)
+        return super().moved(outputs, step).clamp(self.lowest, self.highest)
+
+    def check_moved(self, outputs: Tensor, targets: Tensor) -> None:
+        problem = f"the loss {self!r} fails on linearised outputs, which have no bounds"
+        remedy = "let the model return logits or logarithms, and the loss take them"
+        with told_as(InputError, problem, remedy):
+            losses = self.loss(outputs, targets)
+        if bool(losses.isnan().any()):
+            raise InputError(f"{problem}; {remedy}")
 
     def entries(self, outputs: Tensor, targets: Tensor) -> int:
         entries_of_module = getattr(self.loss, "entries", None)  # where the loss is a torch module

@@ -25,7 +25,7 @@ from blr_analysis.likelihoods.variances import MeanAndVariance
 def _poisson(loss: nn.PoissonNLLLoss) -> Likelihood:
     """The likelihood of log-rates; of rates themselves, a ``Function``."""
     if not loss.log_input:
-        return Function(Summed(loss))
+        return Function(Summed(loss), lowest=0.0)
     return Poisson(constant="stirling" if loss.full else "none")
 
 
@@ -36,6 +36,7 @@ READ: dict[type[nn.Module], Callable[..., Likelihood]] = {
     nn.NLLLoss: lambda loss: Categorical(  # softmax(log p) = p
         loss.weight, ignore_index=loss.ignore_index
     ),
+    nn.BCELoss: lambda loss: Function(Summed(loss), lowest=0.0, highest=1.0),
     nn.BCEWithLogitsLoss: lambda loss: Bernoulli(loss.pos_weight, loss.weight),
     nn.MSELoss: lambda loss: Gaussian(0.5, normalized=False),
     nn.GaussianNLLLoss: lambda loss: MeanAndVariance(full=loss.full, eps=loss.eps),

@@ -133,6 +133,7 @@ class Weighted(Likelihood):
     prediction = _unweighted("prediction")
     correct = _unweighted("correct")
     moved = _unweighted("moved")
+    check_moved = _unweighted("check_moved")
     distance = _unweighted("distance")
     sample = _unweighted("sample")
     resample = _unweighted("resample")

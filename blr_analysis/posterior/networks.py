@@ -11,12 +11,14 @@ AISTATS 2021). τ is the temperature. J (θ_s − m) is a difference quotient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from blr_analysis.half import narrow
 from blr_analysis.task import Task
 
 NUMBERS_LIMIT = 2**27  # outputs at the mean that are stored between draws; 512 MiB in float32
@@ -82,26 +84,48 @@ class LinearisedNetwork:
         outputs, targets = self._at_mean.predicted(task, indices)
         outputs_near, _ = self._near.predicted(task, indices)
         step = self._factor * (outputs_near - outputs)
-        return task.likelihood.moved(outputs, step), targets
+        moved = task.likelihood.moved(outputs, step)
+        if targets is not None:
+            task.likelihood.check_moved(moved, targets)
+        return moved, targets
 
 
 def linearised(
-    at_mean: NetworkAtMean, draw: Mapping[str, Tensor], temperature: float
+    at_mean: NetworkAtMean,
+    mean: Mapping[str, Tensor],
+    draw: Mapping[str, Tensor],
+    temperature: float,
 ) -> LinearisedNetwork:
     """The linearised network at one draw of the weights; buffers are those at the mean."""
-    mean = {name: at_mean.params[name] for name in draw}
-    step = step_of(mean)
-    near = {name: m + step * (draw[name] - m) for name, m in mean.items()}
-    near_mean = NetworkAt({**at_mean.params, **near})
-    return LinearisedNetwork(at_mean, near_mean, temperature**0.5 / step)
+    near, step = near_mean(mean, draw)
+    network_near = NetworkAt({**at_mean.params, **near})
+    return LinearisedNetwork(at_mean, network_near, temperature**0.5 / step)
 
 
-def step_of(mean: Mapping[str, Tensor]) -> float:
-    """ε of the difference quotient, the cube root of the rounding of the weights' dtype.
+def near_mean(
+    mean: Mapping[str, Tensor], draw: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], float]:
+    """The weights m + ε (θ_s − m) of a difference quotient, and its ε.
 
-    A longer step meets the network's curvature, a shorter one the rounding of its outputs.
+    ε is the cube root of the weights' rounding. For a draw that is farther from the mean than the
+    mean is from 0, it is shorter in proportion. A longer step meets the network's curvature, a
+    shorter one the rounding of its outputs.
 
-    >>> round(step_of({"w": torch.zeros(1)}), 4)
-    0.0049
+    >>> weights, step = near_mean({"w": torch.ones(2)}, {"w": torch.tensor([101.0, -99.0])})
+    >>> weights["w"], round(100 * step, 4)
+    (tensor([1.0049, 0.9951]), 0.0049)
     """
-    return max(torch.finfo(m.dtype).eps for m in mean.values()) ** (1 / 3)
+    moves = {name: draw[name] - m for name, m in mean.items()}
+    rounding = max(torch.finfo(m.dtype).eps for m in narrow(mean).values())
+    step = rounding ** (1 / 3)
+    size_of_mean = _norm(mean)
+    size_of_move = _norm(moves)
+    if 0 < size_of_mean < size_of_move:
+        step *= size_of_mean / size_of_move
+    return {name: m + step * moves[name] for name, m in mean.items()}, step
+
+
+def _norm(tensors: Mapping[str, Tensor]) -> float:
+    """The Euclidean norm of all tensors together."""
+    norms = [float(torch.linalg.vector_norm(tensor)) for tensor in tensors.values()]
+    return math.hypot(*norms)

@@ -798,6 +798,6 @@ def _networks(
         for _ in range(n_draws):
             draw = q.as_drawn.sample(generator=generator)
             if q.is_linearised:
-                yield linearised(at_mean, draw, q.temperature)
+                yield linearised(at_mean, q.mean, draw, q.temperature)
             else:
                 yield NetworkAt({**draw, **q.buffers})

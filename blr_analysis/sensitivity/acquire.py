@@ -19,13 +19,13 @@ from torch import Tensor
 from blr_analysis.checks import at_least, instance, one_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Likelihood
+from blr_analysis.posterior.networks import near_mean
 from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.predictive import scored_by
 from blr_analysis.progress import track
 from blr_analysis.task import Task
 
 WAYS = ("information", "variance")
-STEP = 0.05  # of a draw's distance from the mean; so short that outputs change almost linearly
 MOST_NUMBERS = 2**27  # inputs · outputs · draws; three tensors of this size are in memory
 
 
@@ -131,10 +131,10 @@ def _moves(task: Task, q: Posterior, draws: int, generator: torch.Generator) -> 
     prediction_moves: list[Tensor] = []
     for _ in track(range(draws), total=draws, label="acquire", show=task.progress):
         draw = q.sample(generator=generator)
-        near = {name: m + STEP * (draw[name] - m) for name, m in q.mean.items()}
+        near, step = near_mean(q.mean, draw)
         outputs_near = _outputs(task, {**near, **q.buffers})
-        output_moves.append((outputs_near - outputs) / STEP)
-        prediction_moves.append((likelihood.mean(outputs_near) - mean) / STEP)
+        output_moves.append((outputs_near - outputs) / step)
+        prediction_moves.append((likelihood.mean(outputs_near) - mean) / step)
     scale = (q.temperature / draws) ** 0.5
     root = _root(likelihood, outputs)
     return Moves(

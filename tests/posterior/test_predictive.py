@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributions import Normal, Poisson
 from torch.utils.data import TensorDataset
 
 import blr_analysis as blr
+from blr_analysis.errors import InputError
 
 N = 40
 
@@ -93,6 +95,54 @@ def test_an_average_over_the_draws_that_sample_gives(structure: str, is_linearis
     assert predictive.calibration_error == pytest.approx(ece, rel=1e-4)
     assert f"nll={predictive.nll:.4g}" in repr(predictive)
     assert "draws=3" in repr(predictive)
+
+
+@pytest.mark.parametrize("delta", [1e-4, 1.0, 1e4])
+def test_linearised_however_far_the_draws_are(delta: float) -> None:
+    """In float32 a network is linearised as by forward derivatives in float64."""
+    x, y = data()
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+    task = blr.Task(model, (x.float(), y), progress=False)
+    q = blr.fit_laplace(task, structure="diag", prior_precision=delta)
+    predictive = q.predict(task, draws=3, generator=torch.Generator().manual_seed(1))
+    draws = torch.Generator().manual_seed(1)
+    exact = copy.deepcopy(model).double()
+    mean = {name: m.double() for name, m in q.mean.items()}
+    probs = torch.zeros(N, 3, dtype=torch.float64)
+    for _ in range(3):
+        weights = q.sample(generator=draws)
+        moves = {name: weights[name].double() - m for name, m in mean.items()}
+        logits, step = torch.func.jvp(
+            lambda p: torch.func.functional_call(exact, p, (x,)), (mean,), (moves,)
+        )
+        probs += (logits + q.temperature**0.5 * step).softmax(-1) / 3
+    torch.testing.assert_close(predictive.mean.double(), probs, rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("loss", "head"),
+    [
+        (nn.BCELoss(), nn.Sigmoid()),
+        (nn.PoissonNLLLoss(log_input=False), nn.Softplus()),
+        (lambda f, y: (f - y * f.log()).sum(-1), nn.Softplus()),
+    ],
+    ids=["probabilities", "rates", "rates in a function"],
+)
+def test_outputs_with_bounds_keep_them_or_the_loss_is_refused(loss: Any, head: nn.Module) -> None:
+    x, _ = data()
+    y = (x[:, :1] > 0).double()
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(4, 1), head).double()
+    task = blr.Task(model, (x, y), likelihood=loss, progress=False)
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1e-2)
+    if isinstance(loss, nn.Module):
+        predictive = q.predict(task)
+        assert bool(predictive.losses.isfinite().all())
+        assert float(predictive.mean.min()) >= 0
+    else:
+        with pytest.raises(InputError, match="linearised"):
+            q.predict(task)
 
 
 def test_linear_regression_in_closed_form() -> None:
