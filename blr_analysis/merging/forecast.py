@@ -14,14 +14,20 @@ H_t says. That part of Q_t is the interference
     I_t(θ) = Q_t(θ) − [½ (θ − θ_t)ᵀ H_t (θ_0 − θ_t)]² / Q_t(θ_0)
 
 H_t is small where model t is sure of its data, and models differ in this. So the mean of all tasks'
-H for each example, H̄, has a say too: Q̄_t and Ī_t are of θ − θ_t in H̄. Merges and tasks are ordered
-by the cost √((Q_t + I_t)(Q̄_t + Ī_t)) (``python -m benchmarks.merging.contest`` compares both).
+H for each example, H̄, has a say too: Q̄_t and Ī_t are of θ − θ_t in H̄. The cost
+√((Q_t + I_t)(Q̄_t + Ī_t)) is a second number to order merges by. It was chosen among some 33
+formulas. On seeds that had no part in the choice it ordered merges clearly better than Q_t for a
+transformer of images, somewhat better for small Llamas and adapters, alike for MLPs, and better or
+worse for convolutions. The tasks of one merge of texts are ordered better by Q_t.
+``python -m benchmarks.merging.contest`` compares both.
 
 Merges are often further from θ_t than this approximation reaches. The range around the rise is
 therefore wide: a factor of 10 for Kronecker factors and of 30 for diagonals, which ignore how
-weights act together. All rises that ``python -m benchmarks.merging.contest`` measures are within
-it. The order of the rises can be relied on. A task is called safe if Q_t of the merge is below a
-tenth of Q_t of the base: there, no task below that was worse than with the base. Moments of inputs
+weights act together. ``python -m benchmarks.merging.contest`` measures both: by Kronecker factors
+99 to 100 % of the rises of small networks of images are within it, of small language models 60 to
+65 %; the others rise by less. The order of the rises says more than their size. A task is called
+safe if Q_t of the merge is below a tenth of Q_t of the base: there, no task below that was worse
+than with the base. Moments of inputs
 ("gram") have no unit of the loss. For them, only the share of the base's Q_t is given.
 """
 
@@ -48,7 +54,6 @@ from blr_analysis.merging.precisions import (
 )
 
 # The range of a rise is from the rise divided by a factor to the rise times it.
-# `python -m benchmarks.merging.contest` measures both.
 RANGE_OF_KRONECKER = 10.0
 RANGE_OF_DIAGONALS = 30.0
 SAFE_SHARE = 0.1  # of the base's rise
@@ -67,7 +72,7 @@ class TaskForecast:
         share: Q_t at the merge over Q_t at the base; NaN without a base.
         tensors: by tensor, or by layer, its share in Q_t of the merge, largest first.
         interference: I_t, in nats for each example; NaN without a base or a unit.
-        cost: √((Q_t + I_t)(Q̄_t + Ī_t)), which orders merges and tasks; without a base, I is 0.
+        cost: √((Q_t + I_t)(Q̄_t + Ī_t)), a second number to order merges by; without a base, I is 0.
     """
 
     task: str
