@@ -140,9 +140,8 @@ def language_task(
     has_preference_pairs = set(PAIR) <= set(table)
     names_columns = text is not None or prompt is not None
     if has_preference_pairs and not names_columns:
-        if beta is None:
-            beta = float(reading.get("beta", BETA))
-        return preference_task(loaded, table, place, max_length=max_length, beta=beta)
+        strength = float(reading.get("beta", BETA)) if beta is None else beta
+        return preference_task(loaded, table, place, max_length=max_length, beta=strength)
     if beta is not None:
         raise InputError(f"beta (--beta) belongs to pairs, {place} has no chosen and rejected")
     if prompt is not None and answer is not None:

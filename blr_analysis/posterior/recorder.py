@@ -238,6 +238,7 @@ class KroneckerRecorder(Reader):
         outputs = outputs_of(output, forward.batch)
         self._has_padding = outputs is not None and outputs.ndim == 3
         if outputs is not None and self.labels == "drawn":
+            self._read_by_squares(forward)
             forward.outputs = outputs
             outputs.register_hook(partial(self._loss_met, weakref.ref(forward)))
             return
@@ -265,6 +266,29 @@ class KroneckerRecorder(Reader):
             )
 
     # Drawn labels ----------------------------------------------------------------------------
+
+    def _read_by_squares(self, forward: Pass) -> None:
+        """Record layers whose rows are no examples, as where sequences stand first, by the
+        gradients of drawn labels, like parameters without a rule."""
+        with_factors = {name for joint in self._joints.values() for name in joint.names}
+        paths = set()
+        for call in forward.calls:
+            unit = call.visit.unit
+            has_factors = not with_factors.isdisjoint(unit.names.values())
+            if not has_factors and not _rows_are_read(call.visit, forward.batch):
+                paths.add(unit.path)
+        new_units = [unit for unit in self._units if unit.path in paths]
+        if new_units:
+            self._multiply()
+            self._units = [unit for unit in self._units if unit.path not in paths]
+            names = [name for unit in new_units for name in unit.names.values()]
+            self._without_rule += [name for name in names if name not in self._without_rule]
+        without_rule = set(self._without_rule)
+        forward.calls[:] = [
+            call
+            for call in forward.calls
+            if without_rule.isdisjoint(call.visit.unit.names.values())
+        ]
 
     def _loss_met(self, reference: Callable[[], Pass | None], gradient: Tensor) -> None:
         """When the backward pass begins, at the outputs: run another one, of drawn labels."""
@@ -389,7 +413,8 @@ class KroneckerRecorder(Reader):
         elif counted is not None and n_counted < forward.batch:
             forward = forward.of_examples(counted)
         self._collected.append(forward)
-        if len(self._collected) * forward.batch * self._rows_of_example >= TOGETHER:
+        is_first = self._recorded == 0  # what cannot be recorded is said at once
+        if is_first or len(self._collected) * forward.batch * self._rows_of_example >= TOGETHER:
             self._multiply()
 
     def _used_examples(self, forward: Pass, n_counted: int) -> Tensor | None:
@@ -475,9 +500,10 @@ class KroneckerRecorder(Reader):
     def _settle(self) -> None:
         """Move the means by the recorded passes whose backward pass is over."""
         for forward in list(self._tape.passes):
-            if forward.differentiated:
+            has_calls = bool(forward.differentiated)
+            if has_calls or forward in self._squares_of:
                 self._tape.passes.remove(forward)
-                self._average(self._given(forward))
+                self._average(self._given(forward) if has_calls else [])
                 for name, squares in self._squares_of.pop(forward, {}).items():
                     self._move_mean(name, squares, 1)
 
@@ -838,6 +864,12 @@ def _rows_stand_for(visit: Visit, batch: int) -> bool:
     x = tree_leaves((visit.args, visit.kwargs))[0]
     rows = len(visit.outputs[0])
     return rows % batch == 0 and len(x) == rows
+
+
+def _rows_are_read(visit: Visit, batch: int) -> bool:
+    """Whether a layer has rows for each example, or one row that all examples share."""
+    is_shared = len(visit.outputs[0]) == 1 and _rows_stand_for(visit, 1)
+    return is_shared or _rows_stand_for(visit, batch)
 
 
 def _axes(batch: int, visit: Visit, gradients: Gradients) -> Axes:

@@ -113,9 +113,10 @@ def test_linearised_however_far_the_draws_are(delta: float) -> None:
     for _ in range(3):
         weights = q.sample(generator=draws)
         moves = {name: weights[name].double() - m for name, m in mean.items()}
-        logits, step = torch.func.jvp(
+        logits_and_step: Any = torch.func.jvp(
             lambda p: torch.func.functional_call(exact, p, (x,)), (mean,), (moves,)
         )
+        logits, step = logits_and_step
         probs += (logits + q.temperature**0.5 * step).softmax(-1) / 3
     torch.testing.assert_close(predictive.mean.double(), probs, rtol=0, atol=0.01)
 

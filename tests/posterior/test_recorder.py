@@ -440,11 +440,26 @@ def test_parameters_without_a_rule_have_their_squares() -> None:
         torch.testing.assert_close(posterior.precision(name) - 1, 6 * expected[name])
 
 
-def test_parameters_without_a_rule_have_the_fisher_of_drawn_labels() -> None:
+class TimeFirst(nn.Module):
+    """Layers whose first dimension is time; the model's own inputs have examples first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 4)
+        self.norm = nn.LayerNorm(4)
+        self.project = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        embedded = self.norm(self.embed(x.transpose(0, 1)).tanh())
+        return self.project(embedded).tanh().mean(0)
+
+
+@pytest.mark.parametrize("kind", [Projected, TimeFirst])
+def test_parameters_without_a_rule_have_the_fisher_of_drawn_labels(kind: type[nn.Module]) -> None:
     """Σ_c p_c g_c², to within five standard errors of the draws."""
     n_passes = 80
     with seeded(0):
-        model = Projected().double()
+        model = kind().double()
         x, y = torch.randn(4, 5, 3).double(), torch.randint(2, (4,))
     recorder = KroneckerRecorder(model, every=1, labels="drawn")
     for _ in range(n_passes):
@@ -460,6 +475,43 @@ def test_parameters_without_a_rule_have_the_fisher_of_drawn_labels() -> None:
     for name in expected.keys() - {"read.weight", "read.bias"}:
         difference = (posterior.precision(name) - 1) / 4 - expected[name]
         assert float(difference.norm()) < relative_error * float(expected[name].norm())
+
+
+def test_layers_with_time_first_have_the_squares_of_a_regression() -> None:
+    """Σ g_i², to within five standard errors of the random signs."""
+    n_passes = 80
+    with seeded(0):
+        model = TimeFirst().double()
+        x, y = torch.randn(4, 5, 3).double(), torch.randn(4, 2).double()
+    recorder = KroneckerRecorder(model, every=1, labels="drawn")
+    for _ in range(n_passes):
+        nn.functional.mse_loss(model(x), y).backward()
+    posterior = blr.Posterior.from_recorder(recorder, model, n_data=4, prior_precision=1.0)
+    assert recorder.recorded == n_passes
+    model.eval()
+    expected = squares_of(model, [nn.functional.mse_loss(model(x)[i], y[i]) for i in range(4)])
+    for name, mean_square in expected.items():
+        difference = (posterior.precision(name) - 1) / 4 - mean_square
+        assert float(difference.norm()) < 5 * (3 / n_passes) ** 0.5 * float(mean_square.norm())
+
+
+def test_what_cannot_be_recorded_is_said_in_the_first_pass() -> None:
+    """Here a module without a rule mixes examples; many small passes are collected later."""
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x - x.mean(0)) * (1 + self.shift)
+
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(3, 3), Centred(), nn.Linear(3, 2))
+        x, y = torch.randn(4, 3), torch.randint(2, (4,))
+    KroneckerRecorder(model, every=1, labels="drawn")
+    with pytest.raises(ModelError, match="mixes examples"):
+        nn.functional.cross_entropy(model(x), y).backward()
 
 
 def test_a_recurrent_layer_is_recorded_over_several_passes() -> None:
