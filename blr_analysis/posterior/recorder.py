@@ -867,7 +867,12 @@ def _rows_stand_for(visit: Visit, batch: int) -> bool:
 
 
 def _rows_are_read(visit: Visit, batch: int) -> bool:
-    """Whether a layer has rows for each example, or one row that all examples share."""
+    """Whether a layer has rows for each example, or one row that all examples share.
+
+    No rows at all, as of an expert without tokens, say nothing of the rows of later passes.
+    """
+    if len(visit.outputs[0]) == 0:
+        return False
     is_shared = len(visit.outputs[0]) == 1 and _rows_stand_for(visit, 1)
     return is_shared or _rows_stand_for(visit, batch)
 

@@ -495,6 +495,28 @@ def test_layers_with_time_first_have_the_squares_of_a_regression() -> None:
         assert float(difference.norm()) < 5 * (3 / n_passes) ** 0.5 * float(mean_square.norm())
 
 
+def test_an_expert_without_rows_in_the_first_pass_is_recorded_later() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.expert = nn.Linear(3, 3)
+            self.read = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            chosen = (x[:, 0] > 0).nonzero().flatten()
+            return self.read(x.index_add(0, chosen, self.expert(x[chosen])))
+
+    with seeded(0):
+        model = Routed()
+        x, y = torch.rand(4, 3), torch.randint(2, (4,))
+    recorder = KroneckerRecorder(model, every=1, labels="drawn")
+    some_routed = x * torch.tensor([1.0, -1.0, -1.0, 1.0])[:, None]
+    for inputs in (-x, *[some_routed] * 5):
+        nn.functional.cross_entropy(model(inputs), y).backward()
+    posterior = blr.Posterior.from_recorder(recorder, model, n_data=4, prior_precision=1.0)
+    assert float(posterior.precision("expert.weight").min()) > 1
+
+
 def test_what_cannot_be_recorded_is_said_in_the_first_pass() -> None:
     """Here a module without a rule mixes examples; many small passes are collected later."""
 
