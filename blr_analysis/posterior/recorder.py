@@ -288,6 +288,7 @@ class KroneckerRecorder(Reader):
             call
             for call in forward.calls
             if without_rule.isdisjoint(call.visit.unit.names.values())
+            and _rows_are_read(call.visit, forward.batch)
         ]
 
     def _loss_met(self, reference: Callable[[], Pass | None], gradient: Tensor) -> None:
@@ -863,7 +864,7 @@ def _rows_stand_for(visit: Visit, batch: int) -> bool:
     """Whether so many examples stand first in what goes in and out of a layer."""
     x = tree_leaves((visit.args, visit.kwargs))[0]
     rows = len(visit.outputs[0])
-    return rows % batch == 0 and len(x) == rows
+    return rows > 0 and rows % batch == 0 and len(x) == rows
 
 
 def _rows_are_read(visit: Visit, batch: int) -> bool:
@@ -871,8 +872,6 @@ def _rows_are_read(visit: Visit, batch: int) -> bool:
 
     No rows at all, as of an expert without tokens, say nothing of the rows of later passes.
     """
-    if len(visit.outputs[0]) == 0:
-        return False
     is_shared = len(visit.outputs[0]) == 1 and _rows_stand_for(visit, 1)
     return is_shared or _rows_stand_for(visit, batch)
 

@@ -495,7 +495,8 @@ def test_layers_with_time_first_have_the_squares_of_a_regression() -> None:
         assert float(difference.norm()) < 5 * (3 / n_passes) ** 0.5 * float(mean_square.norm())
 
 
-def test_an_expert_without_rows_in_the_first_pass_is_recorded_later() -> None:
+@pytest.mark.parametrize("first", ["none", "all"])
+def test_an_expert_is_recorded_whatever_rows_it_has_in_the_first_pass(first: str) -> None:
     class Routed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -511,7 +512,10 @@ def test_an_expert_without_rows_in_the_first_pass_is_recorded_later() -> None:
         x, y = torch.rand(4, 3), torch.randint(2, (4,))
     recorder = KroneckerRecorder(model, every=1, labels="drawn")
     some_routed = x * torch.tensor([1.0, -1.0, -1.0, 1.0])[:, None]
-    for inputs in (-x, *[some_routed] * 5):
+    passes = [-x, x]  # without rows, with all
+    if first == "all":
+        passes.reverse()
+    for inputs in [*passes, *[some_routed] * 5]:
         nn.functional.cross_entropy(model(inputs), y).backward()
     posterior = blr.Posterior.from_recorder(recorder, model, n_data=4, prior_precision=1.0)
     assert float(posterior.precision("expert.weight").min()) > 1
