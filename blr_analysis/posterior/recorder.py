@@ -153,6 +153,7 @@ class KroneckerRecorder(Reader):
         self._joints: dict[str, Joint] = {}
         # By "KEY.input", "KEY.output" and "KEY.positions" of a layer, or by a parameter's name.
         self._means: dict[str, Tensor] = {}
+        self._moved: set[str] = set()  # keys of the means that the last passes moved
         self._read_outs = _read_outs(model, self._units)
         self._has_padding = False  # whether the loss is one of sequences
         self._checked: set[str] = set()  # paths of modules without a rule that were differentiated
@@ -459,6 +460,7 @@ class KroneckerRecorder(Reader):
             for name in self._without_rule:
                 squares = [of_pass[name] for of_pass in self._collected_squares]
                 self._move_mean(name, torch.stack(squares).mean(0), n_passes)
+            self._count_absent(n_passes)
             self._collected_squares = []
 
     def _terms_of_drawn(self, forward: Pass, n_passes: int) -> list[Term]:
@@ -507,6 +509,7 @@ class KroneckerRecorder(Reader):
                 self._average(self._given(forward) if has_calls else [])
                 for name, squares in self._squares_of.pop(forward, {}).items():
                     self._move_mean(name, squares, 1)
+                self._count_absent(1)
 
     def _given(self, forward: Pass) -> list[Term]:
         """G_i of the labels of the loss."""
@@ -564,6 +567,7 @@ class KroneckerRecorder(Reader):
     def _average(self, terms: Sequence[Term], n_passes: int = 1) -> None:
         """Move the means by the G_i of so many passes."""
         self._recorded += n_passes
+        self._moved.clear()
         for term in terms:
             is_read_out = not self._read_outs.isdisjoint(term.names)
             if not isinstance(term, Outer) or is_read_out or is_too_large(term):
@@ -583,13 +587,22 @@ class KroneckerRecorder(Reader):
     def _move_mean(self, key: str, values: Tensor, n_passes: int) -> None:
         """The mean of all passes, or one that forgets, without the bias of its start."""
         if key not in self._means:
-            self._means[key] = values
+            self._means[key] = torch.zeros_like(values)
+        self._means[key].lerp_(values.to(self._means[key]), self._weight(n_passes))
+        self._moved.add(key)
+
+    def _count_absent(self, n_passes: int) -> None:
+        """Count 0 for what no example of these passes reached, as an expert without tokens."""
+        if not self._moved:
             return
+        for key in self._means.keys() - self._moved:
+            self._means[key].mul_(1 - self._weight(n_passes))
+
+    def _weight(self, n_passes: int) -> float:
+        """The weight of the last passes in the means."""
         if self.beta2 is None:
-            weight = n_passes / self._recorded
-        else:
-            weight = (1 - self.beta2) / (1 - self.beta2**self._recorded)
-        self._means[key].lerp_(values.to(self._means[key]), weight)
+            return n_passes / self._recorded
+        return (1 - self.beta2) / (1 - self.beta2**self._recorded)
 
     @property
     def recorded(self) -> int:

@@ -540,6 +540,44 @@ def test_what_cannot_be_recorded_is_said_in_the_first_pass() -> None:
         nn.functional.cross_entropy(model(x), y).backward()
 
 
+class Branches(nn.Module):
+    """Two layers, of which positive batches run the second one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 2)
+        self.second = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(x) if bool((x > 0).all()) else self.first(x)
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_layers_count_0_in_passes_without_them(is_resumed: bool) -> None:
+    """A mean over all passes, wherever in the training a layer took part."""
+    with seeded(0):
+        model = Branches().double()
+        positive = torch.rand(4, 3).double()
+    batches = [-positive, -2 * positive, positive, 2 * positive, -positive]
+    recorder = KroneckerRecorder(model, every=1)
+    for number, x in enumerate(batches):
+        if is_resumed and number == 3:
+            state = recorder.state_dict()
+            recorder.remove()
+            recorder = KroneckerRecorder(model, every=1)
+            recorder.load_state_dict(state)
+        cross_entropy(model(x), torch.arange(4) % 2).backward()
+        model.zero_grad()
+    inputs = [torch.cat((x, torch.ones(4, 1)), 1).double() for x in batches]
+    moments = [x.mT @ x / 4 for x in inputs]
+    expected = {
+        "first.weight": (moments[0] + moments[1] + moments[4]) / 5,
+        "second.weight": (moments[2] + moments[3]) / 5,
+    }
+    for key, moment in expected.items():
+        torch.testing.assert_close(recorder.factors[key][0].squeeze(0), moment)
+
+
 def test_a_recurrent_layer_is_recorded_over_several_passes() -> None:
     """Its last states have their examples second, so that passes are not joined."""
     with seeded(0):
