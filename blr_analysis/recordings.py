@@ -1,8 +1,8 @@
 """Kronecker factors near each checkpoint of a training, recorded while it goes on.
 
 Curvature belongs to the weights at which it is measured, and these move. The recorder therefore
-records one pass in :data:`NEAR_INTERVAL` near a checkpoint and one in :data:`FAR_INTERVAL`
-elsewhere, which is about one pass in ten if the length of the training is known.
+records :data:`ENOUGH_PASSES` or more near a checkpoint, up to every pass and down to one in
+:data:`NEAR_INTERVAL`, and one in :data:`FAR_INTERVAL` elsewhere.
 
 The posterior at the checkpoint of step t has the mean of the passes from t/√2 to √2 t, and most of
 these are near t; for the last step the passes go to the end. The recorder adds up all passes from
@@ -28,7 +28,8 @@ from blr_analysis.posterior.recorder import COUNTS, KroneckerRecorder, between
 from blr_analysis.snapshots import State, read
 
 FAR_INTERVAL = 40  # passes, of which one is recorded, far from a checkpoint
-NEAR_INTERVAL = 3  # passes, of which one is recorded, near a checkpoint
+NEAR_INTERVAL = 3  # passes, of which at least one is recorded, near a checkpoint
+ENOUGH_PASSES = 20  # that are recorded near a checkpoint, where it has so many
 NEAR_SHARE = 0.055  # of a checkpoint's step: so near it is
 MIN_NEAR_STEPS = 2  # within this distance every pass is recorded, for the first checkpoints
 MIN_PASSES = 5  # in a mean, where so many were recorded
@@ -144,8 +145,14 @@ class Recordings:
         distances = [abs(step - target) for target in targets]
         if min(distances) <= MIN_NEAR_STEPS:
             return 1
-        shares = [distance / target for distance, target in zip(distances, targets, strict=True)]
-        return NEAR_INTERVAL if min(shares) <= NEAR_SHARE else FAR_INTERVAL
+        distance, target = min(
+            zip(distances, targets, strict=True), key=lambda pair: pair[0] / pair[1]
+        )
+        if distance > NEAR_SHARE * target:
+            return FAR_INTERVAL
+        sides = 1 if target == self.steps else 2  # of the last step only the steps before it
+        steps_near = sides * NEAR_SHARE * target
+        return min(NEAR_INTERVAL, max(1, int(steps_near / ENOUGH_PASSES)))
 
     def _mark(self, step: int) -> None:
         """Keep the recorder's sums up to this step, in memory or in the folder."""

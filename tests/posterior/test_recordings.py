@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import blr_analysis as blr
 from blr_analysis.posterior import KroneckerRecorder
-from blr_analysis.recordings import FAR_INTERVAL
+from blr_analysis.recordings import ENOUGH_PASSES, FAR_INTERVAL
 
 N = 24
 X = normal(N, 4)
@@ -175,21 +175,26 @@ def test_a_resumed_recording_is_the_same_to_the_bit() -> None:
             assert torch.equal(p.precision(name), q.precision(name))
 
 
-def test_most_recorded_passes_are_near_a_checkpoint() -> None:
+@pytest.mark.parametrize(("steps", "share"), [(600, 0.25), (3000, 0.12)])
+def test_most_recorded_passes_are_near_a_checkpoint(steps: int, share: float) -> None:
+    """Enough of them in a short training, and a small share of a long one."""
     model = small().train()
-    checkpoints = blr.Checkpoints(model, steps=600, structure="kron")
+    checkpoints = blr.Checkpoints(model, steps=steps, structure="kron")
     assert checkpoints.recordings is not None
     intervals = []
-    for step in range(1, 601):
+    for step in range(1, steps + 1):
         intervals.append(checkpoints.recordings.recorder.every)
         checkpoints.recordings.step(step)
     recorded = sum(1 / interval for interval in intervals)
     recorded_near = sum(1 / interval for interval in intervals if interval < FAR_INTERVAL)
-    assert recorded < 0.12 * 600
-    assert recorded_near > 0.8 * recorded
-    for step in (75, 150, 300, 600):
-        assert intervals[step - 1] == 1
-    assert intervals[450] == FAR_INTERVAL
+    assert recorded < share * steps
+    assert recorded_near > 0.6 * recorded
+    for target in (steps // 8, steps // 4, steps // 2, steps):
+        assert intervals[target - 1] == 1
+        near = intervals[int(0.95 * target) : int(1.05 * target)]
+        passes = sum(1 / interval for interval in near)
+        assert passes >= min(len(near), ENOUGH_PASSES) * 0.9
+    assert intervals[3 * steps // 4] == FAR_INTERVAL
 
 
 LAYERS: dict[str, tuple[nn.Module, torch.Tensor]] = {
