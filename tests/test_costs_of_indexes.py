@@ -12,7 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 COMMANDS = {
     "adapters --small": ("plain", "index", "ratio", "disk"),
-    "adapters --small --fit diag --dtype bfloat16": ("plain", "index", "ratio", "disk"),
     "query_cost --texts 300 --questions 3": ("open", "best 50 of 3", "best 50, refined"),
 }
 
