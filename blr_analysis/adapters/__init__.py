@@ -13,12 +13,21 @@ from __future__ import annotations
 from blr_analysis.adapters.base_names import translate
 from blr_analysis.adapters.opening import open_adapter
 from blr_analysis.adapters.products import PAIR, PREFIX, stores_transposed
-from blr_analysis.adapters.settings import CONFIG, TENSORS, is_adapter, read_entries, scaling_of
+from blr_analysis.adapters.settings import (
+    CONFIG,
+    PLAIN_SETTINGS,
+    TENSORS,
+    is_adapter,
+    read_entries,
+    scaling_of,
+    switched_on,
+)
 from blr_analysis.adapters.sources import Adapted, Untied
 
 __all__ = [
     "CONFIG",
     "PAIR",
+    "PLAIN_SETTINGS",
     "PREFIX",
     "TENSORS",
     "Adapted",
@@ -28,5 +37,6 @@ __all__ = [
     "read_entries",
     "scaling_of",
     "stores_transposed",
+    "switched_on",
     "translate",
 ]

@@ -126,17 +126,22 @@ def _load_base(base: Source) -> Any:
 
 
 def _untie(model: Any, entries: Mapping[str, Any], base: Source) -> dict[str, str]:
-    """Give tied layers separate weights where the adapter saves every one of them whole.
+    """Give tied layers separate weights where the adapter saves one of them whole.
+
+    PEFT trains a copy of it then, and leaves the other layer as it was. With
+    ``ensure_weight_tying`` it ties the copies too.
 
     Returns:
         The names of the tensors that the base's file does not have, and the names of those that
         they were tied to.
     """
     saved_modules = entries.get("modules_to_save") or ()
-    untied = {}
+    untied: dict[str, str] = {}
+    if entries.get("ensure_weight_tying"):
+        return untied
     for stored_name, *tied_names in _tied_groups(model):
-        are_saved = all(name.split(".")[-2] in saved_modules for name in (stored_name, *tied_names))
-        if not are_saved:
+        modules = [name.split(".")[-2] for name in (stored_name, *tied_names)]
+        if not any(module in saved_modules for module in modules):
             continue
         for name in tied_names:
             module = model.get_submodule(name.rpartition(".")[0])

@@ -44,8 +44,8 @@ PLAIN_SETTINGS = {
     "task_type",
     "use_rslora",
 }
-# The weights of the stored base cannot express an adapter with these settings: it acts on some
-# tokens only, or belongs to another base.
+# No weights of a model express an adapter with these settings: it acts on some tokens only, repeats
+# layers, or is no product.
 INEXPRESSIBLE_SETTINGS = {
     "alora_invocation_tokens",
     "arrow_config",
@@ -67,24 +67,37 @@ def is_adapter(path: str | os.PathLike[str]) -> bool:
     return (Path(path).expanduser() / CONFIG).is_file()
 
 
-def read_entries(folder: Path) -> dict[str, Any]:
+def switched_on(folder: Path) -> dict[str, Any]:
     """The settings in ``adapter_config.json`` by name, without those that are empty or false.
+
+    Raises:
+        StorageError: the file is damaged.
+    """
+    return {key: value for key, value in read_json(folder / CONFIG).items() if value}
+
+
+def read_entries(folder: Path) -> dict[str, Any]:
+    """:func:`switched_on` of an adapter that changes the weights of the base.
 
     Raises:
         StorageError: the file is damaged.
         ModelError: the base's weights cannot express the adapter.
     """
-    entries = {key: value for key, value in read_json(folder / CONFIG).items() if value}
+    entries = switched_on(folder)
+    file = str(folder / CONFIG)
     inexpressible = sorted(INEXPRESSIBLE_SETTINGS & entries.keys())
+    if inexpressible:
+        raise ModelError(
+            f"{file!r} sets {some(inexpressible)}, which no weights of the base can express: leave "
+            "this adapter out"
+        )
     initialisation = entries.get("init_lora_weights")
     is_named = isinstance(initialisation, str)
     if is_named and initialisation.lower() not in HARMLESS_INITIALISATIONS:
-        inexpressible.append(f"init_lora_weights={initialisation}")
-    if inexpressible:
         raise ModelError(
-            f"{str(folder / CONFIG)!r} sets {some(inexpressible)}, which this base's weights "
-            "cannot express: save the adapter with path_initial_model_for_weight_conversion, or "
-            "save the result of merge_and_unload() and name that folder"
+            f"{file!r} sets init_lora_weights={initialisation}, which changes the base: save the "
+            "adapter with path_initial_model_for_weight_conversion, or save the result of "
+            "merge_and_unload() and name that folder"
         )
     return entries
 

@@ -16,7 +16,7 @@ again, D̄ (W_0 + Σ_t α_t (D_t / D̄) ΔW_t) with D̄ = 1 + Σ_t α_t (D_t −
 ranks, its magnitudes are D̄ times the norms of the rows.
 
 Modules that adapters hold whole (``modules_to_save``) are averaged. An adapter that is merged
-alone is copied as it is.
+alone is copied as it is, of whatever kind it is.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from blr_analysis.merging.adapter_files import (
     Adapter,
     copy_adapter,
     open_adapter,
+    read_adapter,
     write_adapter,
 )
 from blr_analysis.merging.job import Job
@@ -136,22 +137,21 @@ def merge_adapters(
     """
     target = Path(out).expanduser()
     check_free(target)
-    opened = [open_adapter(place) for place in adapters]
-    if not opened:
+    if not adapters:
         raise InputError("adapters is empty: name at least one")
-    alphas = _weights_of(opened, weights)
-    places = _one_per_adapter("precisions", precisions, opened)
-    is_copy = len(opened) == 1 and alphas == [1] and precisions is None and rank is None
+    alphas = _weights_of(adapters, weights)
+    places = _one_per_adapter("precisions", precisions, adapters)
+    is_copy = alphas == [1] and precisions is None and rank is None
     if is_copy:
-        copy_adapter(opened[0], target)
-        return _report_of_copy(opened[0], target)
+        return _copied(read_adapter(adapters[0]), target)
+    opened = [open_adapter(place) for place in adapters]
     if rank is not None:
         positive_int("rank", rank)
     grams = None if places is None else _opened_grams(places)
     merge = _AdapterMerge.of(opened, alphas, grams, base)
     products = {module: merge.product(module, rank) for module in merge.modules}
     whole_modules = _averaged(opened, alphas)
-    tensors = {**whole_modules, **merge.tensors(products)}
+    tensors = {**_stored_base_weights(opened), **whole_modules, **merge.tensors(products)}
     ranks = {module: len(product.right) for module, product in products.items()}
     write_adapter(target, opened[0], tensors, ranks, use_dora=bool(merge.bases))
     return AdapterReport(
@@ -196,7 +196,7 @@ def merge_adapters_of(job: Job, out: str | os.PathLike[str], rank: int | None) -
     )
 
 
-def _weights_of(adapters: Sequence[Adapter], weights: Sequence[float] | None) -> list[float]:
+def _weights_of(adapters: Sequence[Any], weights: Sequence[float] | None) -> list[float]:
     """α_t of every adapter; 1/T each where the user has given none."""
     alphas = _one_per_adapter("weights", weights, adapters)
     if alphas is None:
@@ -205,7 +205,7 @@ def _weights_of(adapters: Sequence[Adapter], weights: Sequence[float] | None) ->
 
 
 def _one_per_adapter(
-    name: str, values: Sequence[Any] | None, adapters: Sequence[Adapter]
+    name: str, values: Sequence[Any] | None, adapters: Sequence[Any]
 ) -> list[Any] | None:
     """The values of an argument, which must be as many as adapters; None where it is left out."""
     if values is None:
@@ -225,8 +225,9 @@ def _opened_grams(places: Sequence[Any]) -> list[StoredPrecision]:
     return grams
 
 
-def _report_of_copy(adapter: Adapter, target: Path) -> AdapterReport:
-    """The report of an adapter that was merged alone."""
+def _copied(adapter: Adapter, target: Path) -> AdapterReport:
+    """Copy an adapter that is merged alone, of whatever kind it is."""
+    copy_adapter(adapter, target)
     ranks = [
         scaling_of(adapter.entries, module, str(adapter.folder))[0] for module in adapter.pairs
     ]
@@ -496,3 +497,19 @@ def _averaged(adapters: Sequence[Adapter], weights: Sequence[float]) -> dict[str
         terms = [w / total * t.double() for w, t in zip(weights, tensors, strict=True)]
         averaged[name] = torch.stack(terms).sum(0).to(tensors[0].dtype).contiguous()
     return averaged
+
+
+def _stored_base_weights(adapters: Sequence[Adapter]) -> dict[str, Tensor]:
+    """The weights of the base that adapters hold, which must be the same in all of them.
+
+    PEFT saves the whole head or token table of the base beside an adapter of it.
+    """
+    weights: dict[str, Tensor] = {}
+    for adapter in adapters:
+        for name in adapter.base_weights:
+            weight = adapter.tensor(name)
+            if not torch.equal(weights.setdefault(name, weight), weight):
+                raise ModelError(
+                    f"{name!r} of the base differs between the adapters: they are of other bases"
+                )
+    return weights

@@ -17,21 +17,43 @@ from torch import Tensor
 from blr_analysis.adapters import (
     CONFIG,
     PAIR,
+    PLAIN_SETTINGS,
     PREFIX,
     TENSORS,
     is_adapter,
     read_entries,
     scaling_of,
+    switched_on,
 )
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Folder, drafted
 
-# Settings that name layers of an adapter. Those of a merged one are written for every layer.
-PER_LAYER = ("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern")
-# Settings of adapters that are more than products of matrices.
-OTHER_THAN_PRODUCTS = ("lora_bias", "trainable_token_indices", "velora_config")
+# Settings that a merged adapter takes over from the first one. The others are about the layers or
+# the training of one adapter, and are left at PEFT's defaults.
+SHARED_SETTINGS = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "bias",
+    "fan_in_fan_out",
+    "inference_mode",
+    "lora_dropout",
+    "modules_to_save",
+    "peft_type",
+    "peft_version",
+    "revision",
+    "task_type",
+)
+# Settings of adapters that are products of matrices, their magnitudes and whole modules.
+SETTINGS_OF_PRODUCTS = {
+    *PLAIN_SETTINGS,
+    "bias",  # "none"
+    "fan_in_fan_out",
+    "modules_to_save",
+    "use_dora",
+}
 MAGNITUDE = ".lora_magnitude_vector"  # the end of the names of DoRA's magnitudes
+BASE_WEIGHT = ".base_layer.weight"  # PEFT saves the base's head and token table if LoRA is on them
 
 
 @dataclass(frozen=True)
@@ -45,6 +67,8 @@ class Adapter:
         pairs: by module, the names of its matrices, by the letters "A" and "B".
         whole: the names of the tensors of modules that the adapter holds whole.
         magnitudes: by module, the name of DoRA's magnitude vector.
+        base_weights: the names of weights of the base that the adapter holds unchanged.
+        foreign: the names of all other tensors, and of settings that belong to them.
     """
 
     folder: Path
@@ -53,6 +77,8 @@ class Adapter:
     pairs: Mapping[str, Mapping[str, str]]
     whole: tuple[str, ...]
     magnitudes: Mapping[str, str]
+    base_weights: tuple[str, ...]
+    foreign: tuple[str, ...]
 
     def row_scales(self, module: str, base: Tensor) -> Tensor:
         """D of a module, ``[O, 1]``: DoRA multiplies the rows of W_0 + ΔW by it. Ones without DoRA.
@@ -108,15 +134,37 @@ def open_adapter(place: str | os.PathLike[str]) -> Adapter:
         ModelError: the adapter is more than products of matrices, or lacks one of a pair.
         StorageError: a file is damaged.
     """
+    adapter = read_adapter(place)
+    folder = adapter.folder
+    read_entries(folder)
+    if adapter.foreign:
+        raise ModelError(
+            f"{str(folder)!r} has {some(adapter.foreign)}, which no product of matrices says: "
+            "merge it into a model (blr.merge with its base)"
+        )
+    incomplete = [module for module, pair in adapter.pairs.items() if len(pair) < 2]
+    if incomplete:
+        raise ModelError(f"{str(folder)!r} lacks A or B of {some(incomplete)}: save it again")
+    return adapter
+
+
+def read_adapter(place: str | os.PathLike[str]) -> Adapter:
+    """An adapter of any kind.
+
+    Raises:
+        InputError: no adapter is there.
+        StorageError: a file is damaged.
+    """
     folder = Path(place).expanduser()
     if not is_adapter(folder):
         raise InputError(f"{str(place)!r} is no PEFT adapter: it has no {CONFIG}")
-    entries = read_entries(folder)
+    entries = switched_on(folder)
     file = Folder.open(folder, stem="adapter_model")
     saved_modules = entries.get("modules_to_save") or ()
     pairs: dict[str, dict[str, str]] = {}
     magnitudes: dict[str, str] = {}
     whole = []
+    base_weights = []
     foreign = _foreign_settings(entries)
     for name in file.specs:
         match = PAIR.fullmatch(name)
@@ -128,29 +176,25 @@ def open_adapter(place: str | os.PathLike[str]) -> Adapter:
             magnitudes[module] = name
         elif _is_of_module(name, saved_modules):
             whole.append(name)
+        elif name.endswith(BASE_WEIGHT):
+            base_weights.append(name)
         else:
             foreign.append(name)
-    _check_products(folder, foreign, pairs)
-    return Adapter(folder, entries, file, pairs, tuple(whole), magnitudes)
-
-
-def _check_products(
-    folder: Path, foreign: Sequence[str], pairs: Mapping[str, Mapping[str, str]]
-) -> None:
-    """Raise unless an adapter is pairs of matrices, and nothing foreign to them."""
-    if foreign:
-        raise ModelError(
-            f"{str(folder)!r} has {some(foreign)}, which no product of matrices says: merge it "
-            "into a model (blr.merge with its base)"
-        )
-    incomplete = [module for module, pair in pairs.items() if len(pair) < 2]
-    if incomplete:
-        raise ModelError(f"{str(folder)!r} lacks A or B of {some(incomplete)}: save it again")
+    return Adapter(
+        folder,
+        entries,
+        file,
+        pairs,
+        whole=tuple(whole),
+        magnitudes=magnitudes,
+        base_weights=tuple(base_weights),
+        foreign=tuple(foreign),
+    )
 
 
 def _foreign_settings(entries: Mapping[str, Any]) -> list[str]:
     """The settings, in words, that make an adapter more than products of matrices."""
-    foreign = [name for name in OTHER_THAN_PRODUCTS if entries.get(name)]
+    foreign = sorted(entries.keys() - SETTINGS_OF_PRODUCTS)
     if entries.get("peft_type") != "LORA":
         foreign.append(f"peft_type {entries.get('peft_type')}")
     if entries.get("bias") not in (None, "none"):
@@ -189,16 +233,16 @@ def write_adapter(
     """Write an adapter as PEFT reads it.
 
     Args:
-        first: the adapter whose other settings are taken over.
+        first: the adapter whose shared settings are taken over.
         tensors: by their names in the file.
         ranks: by module. The scaling of every module becomes 1.
         use_dora: whether there are magnitude vectors.
     """
-    settings = json.loads((first.folder / CONFIG).read_text(encoding="utf-8"))
+    first_settings = json.loads((first.folder / CONFIG).read_text(encoding="utf-8"))
+    settings = {key: value for key, value in first_settings.items() if key in SHARED_SETTINGS}
     rank = max(ranks.values(), default=1)
     smaller_ranks = {f"^{module}": r for module, r in ranks.items() if r != rank}
     settings |= {
-        **dict.fromkeys(PER_LAYER),
         "r": rank,
         "lora_alpha": rank,
         "use_rslora": False,

@@ -50,6 +50,19 @@ CASES: dict[str, tuple[str, str, list[dict[str, Any]]]] = {
             {"target_modules": ATTENTION, "layers_to_transform": [0]},
         ],
     ),
+    "a layer that only the first leaves out": (
+        "llama",
+        "causal_lm",
+        [
+            {"target_modules": "all-linear", "exclude_modules": ["v_proj"]},
+            {"target_modules": ATTENTION, "layers_to_transform": 1},
+        ],
+    ),
+    "a head, whose base weight PEFT saves too": (
+        "llama",
+        "causal_lm",
+        [{"target_modules": ["lm_head"]}, {"target_modules": ["lm_head", "q_proj"]}],
+    ),
     "Conv1D": (
         "gpt2",
         "causal_lm",
@@ -140,9 +153,19 @@ def test_a_rank_is_the_nearest_product(tmp_path: Path) -> None:
         assert share == pytest.approx(float(kept_energy), rel=1e-4)
 
 
-def test_one_adapter_is_itself_to_the_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_rslora": True, "rank_pattern": {"q_proj": 1}},
+        {"trainable_token_indices": [1, 2]},
+        {"init_lora_weights": "pissa"},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_one_adapter_is_itself_to_the_bit(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Of whatever kind it is."""
     base = build("llama", "causal_lm")
-    settings = {"target_modules": ATTENTION, "use_rslora": True, "rank_pattern": {"q_proj": 1}}
+    settings = {"target_modules": ATTENTION, **settings}
     place = written(tmp_path / "a", base, 0, settings)
     report = merge_adapters([place], tmp_path / "out")
     assert isinstance(report, AdapterReport)
@@ -196,6 +219,9 @@ PAIR = (torch.ones(3, 2), torch.ones(2, 4))
         ({"lora_bias": True}, {}, "lora_bias.*into a model"),
         ({"bias": "all"}, {}, "bias"),
         ({"peft_type": "LOHA"}, {}, "LOHA"),
+        ({"target_parameters": ["fc.weight"]}, {}, "target_parameters.*into a model"),
+        ({"use_tomorrow": True}, {}, "use_tomorrow.*into a model"),
+        ({"init_lora_weights": "olora"}, {}, "olora, which changes the base"),
         ({"r": 3}, {}, "rank 3"),
         ({}, {"rank": 0}, "rank"),
         ({}, {"weights": [1.0]}, "one for each adapter"),
@@ -227,6 +253,13 @@ def test_adapters_of_other_bases_are_refused(tmp_path: Path) -> None:
         plain(tmp_path / "b", (torch.ones(5, 2), torch.ones(2, 4))),
     ]
     with pytest.raises(BLRError, match="other bases"):
+        merge_adapters(places, tmp_path / "out")
+    places = [plain(tmp_path / name, PAIR) for name in "cd"]
+    for value, place in enumerate(places):
+        file = place / "adapter_model.safetensors"
+        head = {"base_model.model.fc.base_layer.weight": torch.full((3, 4), float(value))}
+        save_file({**load_file(file), **head}, file)
+    with pytest.raises(BLRError, match=r"base_layer\.weight' of the base differs"):
         merge_adapters(places, tmp_path / "out")
 
 
