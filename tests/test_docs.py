@@ -128,7 +128,17 @@ PACKAGES = {
 
 
 def training() -> dict[str, Any]:
+    import lightning
     from transformers import TrainingArguments
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 3)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            x, y = batch
+            return nn.functional.cross_entropy(self.net(x), y)
 
     known = digits()
     rows = [{"input_ids": torch.tensor([5, 6, 7]), "labels": torch.tensor(k % 2)} for k in range(6)]
@@ -141,6 +151,7 @@ def training() -> dict[str, Any]:
         "data": rows,
         "model": tiny_transformers.build("bert"),
         "training_arguments": arguments,
+        "Module": Module,
     }
 
 

@@ -68,7 +68,7 @@ def root(
 
       blr-analysis demo
 
-    For your own model, write a function that returns its task, in train.py:
+    For your own model, write a function in train.py that returns its task:
 
       def make_task():
           return blr.Task(model, data, checkpoints=checkpoints, recipe=recipe)
@@ -77,8 +77,8 @@ def root(
 
       blr-analysis audit train.py:make_task
 
-    If you saved a posterior after training, by posterior.save("posterior.safetensors"), the
-    command can read it in place of a fit:
+    The command fits a posterior. To spare this, give it one that you saved by
+    posterior.save("posterior.safetensors"):
 
       blr-analysis audit train.py:make_task -p posterior.safetensors
 
@@ -94,7 +94,8 @@ def root(
 def demo(
     *,
     seed: Annotated[
-        int, typer.Option(help="Of the split, the initial weights, the noise and the shuffling.")
+        int,
+        typer.Option(help="Seed of the split, the initial weights, the noise and the shuffling."),
     ] = 0,
     out: Out = Path("blr-demo"),
     shared: Shared,
@@ -104,8 +105,10 @@ def demo(
       blr-analysis demo
 
     It needs nothing but this package, and about a minute on two cores. Each step shows the line
-    that you would type for your own model. At the end stands a page with what was found, beside
-    networks that were retrained to compare.
+    that you would type for your own model. At the end the demo writes a page, which compares the
+    findings with networks that were retrained.
+
+    --json prints the names of audit, and retrained.
     """
     shared.free(out)
     if shared.dry_run:
@@ -126,18 +129,18 @@ def audit(
         str,
         typer.Option(
             metavar="COLUMN",
-            help="The groups to take out in turn: target, a column of the metadata, none, or "
-            "auto (classes).",
+            help="The groups to leave out, one after the other: target, a column of the "
+            "metadata, none, or auto (the classes).",
         ),
     ] = "auto",
     passes: Annotated[
         int | None,
-        typer.Option(metavar="NUMBER", help="Passes over the data, for each group."),
+        typer.Option(metavar="NUMBER", help="Passes over the data for each group."),
     ] = None,
     out: Out = Path("blr-audit"),
     shared: Shared,
 ) -> dict[str, Any] | None:
-    """Which rows look wrong, which groups help, and how far to trust the model.
+    """Find the rows that look wrong, compare groups, and say how far to trust the results.
 
       blr-analysis audit train.py:make_task --test make_test
 
@@ -146,11 +149,13 @@ def audit(
 
       blr-analysis audit ./llm train.jsonl
 
-    The audit prints its findings. It writes report.html (all of it, for a browser), tables as CSV
-    and Parquet, pictures, summary.txt and the posterior. What somebody decided on the page is a
-    question for what-if:
+    The audit prints its findings. It also writes report.html (a page for a browser with all of
+    them), tables as CSV and Parquet, pictures, summary.txt and the posterior. On the page you can
+    decide what to drop or relabel. Then ask what the model would be:
 
       blr-analysis what-if train.py:make_task --decisions decisions.csv
+
+    --json prints n_data, suspects, groups, leave_one_out, test, trust, files.
     """
     from blr_analysis import ranks
     from blr_analysis.audit import check_column, in_text, investigate, list_of_files, sections
@@ -223,26 +228,24 @@ def algorithms(
     *,
     name: Annotated[
         str | None,
-        typer.Argument(
-            metavar="NAME", help="One algorithm, with all that is known.", show_default=False
-        ),
+        typer.Argument(metavar="NAME", help="Print one algorithm in full.", show_default=False),
     ] = None,
     out: Out = None,
     shared: Shared,
 ) -> dict[str, Any]:
-    """The algorithms that are one rule: Table 1 of the Bayesian learning rule.
-
-    All of them, one of them, or all as files:
+    """List the algorithms of the Bayesian learning rule (its Table 1).
 
       blr-analysis algorithms
       blr-analysis algorithms Adam
       blr-analysis algorithms --out DIR
 
-    Each algorithm is a posterior family, a place where the loss is looked at, an estimate of the
-    Hessian, and named departures from the rule. The last column says through what its posterior
-    comes to be analysed: the optimizer itself, a Laplace approximation fitted after training, or
-    the sites of a fitted model. With NAME, all of that for one algorithm, and the module that
-    runs it.
+    A row names the form of the posterior, the weights at which the loss is evaluated, the estimate
+    of the Hessian, and the departures from the rule. The last column says where the analyses get
+    the posterior: from the optimizer, from a Laplace approximation after training, or from the
+    sites of a fitted model. With NAME, the command prints the whole row and the module that runs
+    the algorithm.
+
+    --json prints algorithms.
     """
     from blr_analysis.learning_rule.table import row, table1
     from blr_analysis.tables import write_table

@@ -27,8 +27,8 @@ def fisher(
         Path,
         typer.Argument(
             metavar="MODEL",
-            help="A folder with a fine-tuned model and its tokenizer, in safetensors; or with an "
-            "adapter.",
+            help="The folder of a fine-tuned model with its tokenizer (in safetensors), "
+            "or of an adapter.",
             show_default=False,
         ),
     ],
@@ -36,8 +36,8 @@ def fisher(
         Path,
         typer.Argument(
             metavar="DATA",
-            help="What it was fine-tuned on: .jsonl, .csv, .tsv, .parquet, or .txt with a text "
-            "per line.",
+            help="The data that it was fine-tuned on: .jsonl, .csv, .tsv, .parquet, or "
+            ".txt with a text per line.",
             show_default=False,
         ),
     ],
@@ -46,19 +46,23 @@ def fisher(
         list[str] | None,
         typer.Option(
             metavar="COLUMN",
-            help="The text's column; twice for pairs. Otherwise by its usual names (text, "
-            "sentence, sentence1 and sentence2, ...).",
+            help="The column with the texts; give it twice for pairs. If left out: a "
+            "usual name (text, sentence, sentence1 and sentence2, ...).",
             rich_help_panel=OF_DATA,
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="PATH", help="Where to write; else MODEL/precision."),
+        typer.Option(
+            "--out", "-o", metavar="PATH", help="Where to write. If left out: MODEL/precision."
+        ),
     ] = None,
     bfloat16: Annotated[
         bool,
         typer.Option(
-            "--bfloat16", help="Store half the bytes; else float32.", rich_help_panel=OF_PRECISION
+            "--bfloat16",
+            help="Store bfloat16, which takes half the bytes of float32.",
+            rich_help_panel=OF_PRECISION,
         ),
     ] = False,
     kind: Annotated[
@@ -72,26 +76,29 @@ def fisher(
     structure: Annotated[
         str,
         typer.Option(
-            help="diag; kron: the layers' Kronecker factors; gram: second moments of the layers' "
-            "inputs, by forward passes alone, whatever --kind is.",
+            help="diag; kron: Kronecker factors of each layer; gram: second moments of "
+            "each layer's inputs, from forward passes alone (--kind has no effect).",
             rich_help_panel=OF_PRECISION,
         ),
     ] = "diag",
     samples: Annotated[
-        int, typer.Option(help="Labels drawn per example, for mc.", rich_help_panel=OF_PRECISION)
+        int,
+        typer.Option(
+            help="Labels to draw for each example, with mc.", rich_help_panel=OF_PRECISION
+        ),
     ] = 1,
     label: Annotated[
         str | None,
         typer.Option(
             metavar="COLUMN",
-            help="The label's column; if left out, found by its usual names.",
+            help="The column with the labels. If left out: a usual name.",
             rich_help_panel=OF_DATA,
         ),
     ] = None,
     task: Annotated[
         str | None,
         typer.Option(
-            help="classification or causal_lm; if left out, what the model's configuration says.",
+            help="classification or causal_lm. If left out: what the model's configuration says.",
             rich_help_panel=OF_DATA,
         ),
     ] = None,
@@ -107,30 +114,34 @@ def fisher(
         int | None,
         typer.Option(
             metavar="TOKENS",
-            help="Read so many of a text; if left out, what the model reads, at most 512.",
+            help="Read this many tokens of a text. If left out: as many as the model "
+            "reads, at most 512.",
             rich_help_panel=OF_DATA,
         ),
     ] = None,
     seed: Annotated[
         int,
         typer.Option(
-            help="Of the examples and labels that are drawn.", rich_help_panel=OF_PRECISION
+            help="Seed of the examples and labels that are drawn.", rich_help_panel=OF_PRECISION
         ),
     ] = 0,
     shared: Shared,
 ) -> dict[str, Any]:
-    """The precision of a fine-tuned model, from its data: what a merge weighs it by.
+    """Measure from data how sure a fine-tuned model is of each weight: its precision.
 
       blr-analysis fisher ./ft1 train.csv
 
-    MODEL is a folder with a classifier of texts or a language model, DATA what it was fine-tuned
-    on. Pairs of texts have two columns:
+    MODEL is the folder of a text classifier or a language model. DATA is what it was fine-tuned
+    on. For pairs of texts, name two columns:
 
       blr-analysis fisher ./ft1 train.jsonl --text premise --text hypothesis
 
-    It writes MODEL/precision, which blr-analysis merge finds there. With --kind mc labels are
-    drawn from the model, so that DATA needs none; emp takes the labels of DATA; ggn is mc without
-    the noise of drawing, for classifiers with few labels.
+    The command writes MODEL/precision, where blr-analysis merge finds it. --kind mc draws labels
+    from the model, so that DATA needs none. emp takes the labels of DATA. ggn is mc without the
+    noise of drawing, for classifiers with few labels.
+
+    --json prints kind, tensors, parameters, zeros, n_data, examples, truncated, max_length,
+    seconds, folder.
     """
     import torch
 

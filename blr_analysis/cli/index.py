@@ -35,8 +35,7 @@ def index(
     rank: Annotated[
         int,
         typer.Option(
-            help="Room per example, in numbers of one byte. Models with no more parameters are "
-            "kept whole."
+            help="Bytes to keep of each example. Models with fewer parameters are kept whole."
         ),
     ] = 32768,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="INDEX", help="A folder to write.")],
@@ -45,7 +44,7 @@ def index(
     ] = False,
     shared: Shared,
 ) -> dict[str, Any] | None:
-    """An index of what a model was trained on, to be asked later without another pass.
+    """Write an index of a model's training data, for later queries.
 
       blr-analysis index train.py:make_task --out INDEX
 
@@ -54,12 +53,14 @@ def index(
 
       blr-analysis index ./llm train.jsonl --out INDEX --dry-run
 
-    The index keeps a projection of every example's gradient. The error of its influence is
-    measured on some pairs of examples; where it is large, a line says so before all examples are
-    visited, and which --rank would be enough.
-    The posterior of texts is fitted to a sample of at most 256. An index that was killed
-    continues where it was, in the fit (whose work lies in INDEX.unfinished meanwhile) and in the
-    index; --force starts again.
+    The index keeps a projection of every example's gradient. The command first measures the error
+    of the projection on some pairs of examples. If the error is large, it says so and names a
+    --rank that would be enough. The posterior of a language model is fitted to at most 256 texts.
+
+    Run the command again to continue an index that was stopped (INDEX.unfinished keeps the work of
+    its fit); --force starts again.
+
+    --json prints n_data, numbers, error, seconds, written.
     """
     from blr_analysis import ranks
     from blr_analysis.cli.facts import facts_of_index

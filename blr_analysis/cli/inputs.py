@@ -60,8 +60,8 @@ class Source:
         str | None,
         typer.Argument(
             metavar="DATA",
-            help="What MODEL was trained on: a file of texts, or ORG/NAME of the Hub; some of it: "
-            "DATA:train[:500].",
+            help="The texts that MODEL was trained on: a file, or ORG/NAME of the Hub. "
+            "DATA:train[:500] takes a part.",
             show_default=False,
         ),
     ] = None
@@ -74,24 +74,27 @@ class Source:
     ] = None
     posterior: Annotated[
         Path | None,
-        typer.Option("--posterior", "-p", metavar="FILE", help="What posterior.save(FILE) wrote."),
+        typer.Option(
+            "--posterior", "-p", metavar="FILE", help="A posterior that posterior.save(FILE) wrote."
+        ),
     ] = None
     fit: Annotated[
         StructureName | None,
         typer.Option(
             metavar="KIND",
-            help="Without -p, the posterior to fit: kron (if left out), diag, lowrank or full.",
+            help="The posterior to fit without -p: kron (the default), diag, lowrank or full.",
         ),
     ] = None
     prior_precision: Annotated[
         float | None,
-        typer.Option(metavar="D", help="Weight decay times N; found if left out."),
+        typer.Option(
+            metavar="D",
+            help="Weight decay times the number of examples. If left out, it is estimated.",
+        ),
     ] = None
     calibrate: Annotated[
         bool,
-        typer.Option(
-            "--calibrate", help="Measure the scale of the answers; takes one more training."
-        ),
+        typer.Option("--calibrate", help="Measure the scale of the answers, by one more training."),
     ] = False
     base: Base = None
     text: Text = None

@@ -33,7 +33,7 @@ def merge(
         Path,
         typer.Argument(
             metavar="RECIPE.yml",
-            help="What to merge with what; relative paths start at its folder.",
+            help="The recipe of the merge. Relative paths start at its folder.",
             show_default=False,
         ),
     ],
@@ -43,30 +43,32 @@ def merge(
             metavar="OUT", help="The folder to write: new, or empty.", show_default=False
         ),
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="If left out, one per core, up to 8.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="How many threads. If left out: one per core, at most 8.")
+    ] = None,
     shard_size: Annotated[
         str,
         typer.Option(
-            metavar="SIZE", help="The most bytes of a file; a larger tensor gets its own file."
+            metavar="SIZE", help="The largest size of a file. A larger tensor gets its own file."
         ),
     ] = "5GB",
     validate: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="For merge_method: auto, labelled examples that no model was trained on; once for "
-            "each task.",
+            help="For merge_method auto: labelled examples that no model was trained on; "
+            "once for each task.",
         ),
     ] = None,
     trust: Annotated[
         bool,
-        typer.Option("--trust", help="Take precisions that were recorded for other weights."),
+        typer.Option("--trust", help="Accept precisions that were recorded for other weights."),
     ] = False,
     shared: Shared,
 ) -> dict[str, Any]:
     """Merge fine-tuned models into one, by how sure each one is of its weights.
 
-    The recipe is YAML, as mergekit writes it:
+    The recipe is YAML, as for mergekit:
 
       merge_method: gradient_matching   # fisher | task_arithmetic | linear
       base_model: ./base                # paths start at the recipe's folder
@@ -77,19 +79,22 @@ def merge(
       parameters: {delta: 1.0e-8, missing_precision: error}  # base | zero
       out_dtype: bfloat16
 
-    Instead of precisions, every model may name its data, data: ./train.jsonl (fisher, auto). Each
-    layer is then merged by its inputs in the merge, as RegMean++ does; whole models must fit into
-    memory.
+    In place of a precision, each model may name its data (data: ./train.jsonl, for fisher and
+    auto). Each layer is then merged by its inputs in the merged model, as in RegMean++. Whole
+    models must then fit into memory.
 
     Look first, then merge:
 
       blr-analysis merge recipe.yml --dry-run
       blr-analysis merge recipe.yml OUT --max-memory 1GB
 
-    Weights are read from this machine only, piece by piece, and OUT appears when it is whole: the
-    weights, configuration and tokenizer, a model card (README.md), the recipe (merge_recipe.yml),
-    and the fate of every tensor (merge_report.csv). The recipes that mergekit has for linear and
-    task_arithmetic run unchanged.
+    Weights are read piece by piece, from this machine only. OUT appears when it is complete. It
+    holds the weights, configuration and tokenizer, a model card (README.md), the recipe
+    (merge_recipe.yml), and what became of every tensor (merge_report.csv). mergekit's recipes for
+    linear and task_arithmetic run unchanged.
+
+    --json prints method, tensors, fallback, bytes_read, bytes_written, seconds, shards, written,
+    tried. For a merge into an adapter it prints written, rank, shares, averaged.
     """
     from blr_analysis.cli.merge_preview import show_preview
     from blr_analysis.files.placing import check_room

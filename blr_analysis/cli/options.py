@@ -44,7 +44,7 @@ Base = Annotated[
     Path | None,
     typer.Option(
         metavar="MODEL",
-        help="Of an adapter: where its base is, if it was moved.",
+        help="Where the base of an adapter is, if it was moved.",
         rich_help_panel=OF_LANGUAGE_MODELS,
     ),
 ]
@@ -75,7 +75,7 @@ Length = Annotated[
     typer.Option(
         metavar="TOKENS",
         min=2,
-        help="Cut longer texts after so many; else they are refused.",
+        help="Cut longer texts to this length. If left out, they are refused.",
         rich_help_panel=OF_LANGUAGE_MODELS,
     ),
 ]
@@ -83,8 +83,8 @@ Eos = Annotated[
     bool | None,
     typer.Option(
         "--eos/--no-eos",
-        help="Put the end token behind every text and answer, as TRL's trainers do; if left out, "
-        "as the training's BLRCallback recorded.",
+        help="End every text and answer with the end token, as TRL's trainers do. If "
+        "left out: what BLRCallback recorded in the training.",
         rich_help_panel=OF_LANGUAGE_MODELS,
     ),
 ]
@@ -92,7 +92,7 @@ Beta = Annotated[
     float | None,
     typer.Option(
         metavar="B",
-        help="β of preference pairs (DPO); if left out, as recorded, or .1.",
+        help="β of DPO, for preference pairs. If left out: what BLRCallback recorded, else 0.1.",
         rich_help_panel=OF_LANGUAGE_MODELS,
     ),
 ]
@@ -109,18 +109,21 @@ class Shared:
     ] = None
     max_memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Working memory above model and data, such as 1GB."),
+        typer.Option(
+            metavar="SIZE", help="How much memory to use beyond model and data, such as 1GB."
+        ),
     ] = None
     force: Annotated[bool, typer.Option("--force", help="Replace what was written before.")] = False
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything and say the cost; write nothing.")
+        bool, typer.Option("--dry-run", help="Check everything and print the cost; write nothing.")
     ] = False
     progress: Annotated[
-        bool | None, typer.Option(help="Bars; else on a terminal, when the work is long.")
+        bool | None,
+        typer.Option(help="Show progress bars. If left out: on a terminal, during long work."),
     ] = None
     json: Annotated[
         bool,
-        typer.Option("--json", help="Print one JSON object, for scripts; words go to stderr."),
+        typer.Option("--json", help="Print one JSON object, for scripts; messages go to stderr."),
     ] = False
 
     @property
@@ -188,13 +191,11 @@ class LoadingOptions:
 
     dtype: Annotated[
         DtypeName,
-        typer.Option(
-            metavar="NAME", help="auto (as its files hold it), float32, bfloat16 or float16."
-        ),
+        typer.Option(metavar="NAME", help="auto (as in its files), float32, bfloat16 or float16."),
     ] = AS_STORED
     load_in_4bit: Annotated[
         bool,
-        typer.Option("--load-in-4bit", help="Quantise an adapter's base (by bitsandbytes)."),
+        typer.Option("--load-in-4bit", help="Quantise the base of an adapter (by bitsandbytes)."),
     ] = False
     device_map: Annotated[
         str | None,

@@ -27,13 +27,14 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
 
 def query(
     *,
-    index: Annotated[Path, typer.Argument(metavar="INDEX", help="What index wrote.")],
+    index: Annotated[Path, typer.Argument(metavar="INDEX", help="The folder that index wrote.")],
     questions: Annotated[
         str | None,
         typer.Argument(
             metavar="SCRIPT.py:TASK|QUESTIONS",
-            help="A function of your script that returns a Task; or, of a language model, rows "
-            "with a prompt and an answer, messages, or texts: .jsonl, .csv, ...",
+            help="A function of your script that returns a Task; or, for a language "
+            "model, a file (.jsonl, .csv, ...) of prompts and answers, messages, or "
+            "texts.",
             show_default=False,
         ),
     ] = None,
@@ -43,22 +44,22 @@ def query(
     out: Out = None,
     shared: Shared,
 ) -> dict[str, Any]:
-    """Which training examples a model's answers rest on.
+    """Find the training examples that a model's answers rest on.
 
       blr-analysis query INDEX train.py:make_test --top 20
 
-    Of a language model, rows of questions (a prompt and an answer, or a text):
+    For a language model, name a file of questions, each a prompt and an answer, or a text:
 
       blr-analysis query INDEX questions.jsonl --out DIR
 
-    It shows the examples without which the loss of a question would rise most. With --out it
-    writes the table sources, with their metadata. The best 50 of each question are compared by
-    their exact influence where the training data are at hand; --refine N takes N of them, and
-    --refine 0 the order of the index. --tokens says what each token contributes.
+    The command shows the examples without which the loss of a question would rise most. With --out
+    it writes the table sources, with their metadata.
 
-    Which texts taught a language model a behaviour, and the data without them:
+    To find the texts that taught a language model a behaviour, and write the data without them:
 
       blr-analysis query INDEX --bad outputs.jsonl --top 20 --write less.jsonl
+
+    --json prints questions, quantity, refined, sources.
     """
     from blr_analysis.sensitivity import Index
 

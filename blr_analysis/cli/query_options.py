@@ -25,23 +25,22 @@ class Ranking:
     PANEL: ClassVar[str] = "What is shown"
 
     top: Annotated[
-        int, typer.Option(metavar="K", min=1, help="How many sources of each are shown.")
+        int, typer.Option(metavar="K", min=1, help="How many sources to show for each question.")
     ] = 5
     refine: Annotated[
         int | None,
         typer.Option(
             metavar="N",
             min=0,
-            help="Choose among the best N of the index by their exact influence, one gradient of "
-            f"each. If left out: {REFINED}, where the training data are at hand; 0: the index "
-            "alone.",
+            help="Order the best N of each question again, by their exact influence. If left "
+            f"out: {REFINED}, or 0 without the training data. 0 keeps the order of the index.",
         ),
     ] = None
     normalize: Annotated[
         bool | None,
         typer.Option(
-            help="By the length of each source, or in nats. If left out: nats of texts, of other "
-            "data by length, where long or odd examples lead every list."
+            help="Divide influence by the length of each source's gradient, so that long or odd "
+            "examples do not lead every list. If left out: yes, but not for texts."
         ),
     ] = None
     hybrid: Annotated[
@@ -49,7 +48,7 @@ class Ranking:
         typer.Option("--hybrid", help="Add the ranks of BM25, which compares words."),
     ] = False
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="Write the share of every token, too (needs --out).")
+        bool, typer.Option("--tokens", help="Also write the share of every token (needs --out).")
     ] = False
 
     @property
@@ -78,12 +77,13 @@ class Behaviour:
     ] = None
     good: Annotated[
         str | None,
-        typer.Option(metavar="OUTPUTS", help="Wanted outputs, whose mean is subtracted."),
+        typer.Option(metavar="OUTPUTS", help="Wanted outputs; their mean influence is subtracted."),
     ] = None
     write: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="With --bad: the training rows without those shown, as .jsonl."
+            metavar="FILE",
+            help="With --bad: write the training rows, except those shown, as .jsonl.",
         ),
     ] = None
 

@@ -38,34 +38,37 @@ def validate(
     ] = 2,
     passes: Annotated[
         int | None,
-        typer.Option(metavar="NUMBER", help="Epochs of each, in place of the recipe's."),
+        typer.Option(metavar="NUMBER", help="Epochs of each training, in place of the recipe's."),
     ] = None,
     keep: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A .safetensors file of retrained losses; those that it has are not made again.",
+            help="A .safetensors file for the retrained losses. What it holds already is "
+            "not trained again.",
         ),
     ] = None,
     out: Out = None,
     shared: Shared,
 ) -> dict[str, Any]:
-    """How well influence, and any other method, agrees with retraining of your model.
+    """Compare influence, and any other method, with retraining of your model.
 
       blr-analysis validate train.py:make_task --test make_test
 
-    The model is retrained on random halves of its data, by the recipe of its task. The score is
-    the rank correlation of the losses on the test data with what each method foretells for the
-    halves; the ceiling is what the noise of retraining allows. The command prints the cost before
-    it starts. With --keep a study that was stopped goes on, and another method is compared without
-    retraining.
+    The command retrains the model on random halves of its data, by the recipe of its task. The
+    score of a method is the rank correlation of the test losses that it predicts with those of the
+    retrained models. The ceiling is the best score that the noise of retraining allows. The
+    command prints the cost before it starts. With --keep you can continue a study that was
+    stopped, or compare another method without retraining.
 
-    FILE holds one number for each pair of a training and a test example, [N_train, N_test]. The
-    number is larger where training on the first lowers the loss of the second:
+    FILE is a matrix [N_train, N_test]. A number is the larger, the more that training example
+    lowers the loss of that test example:
 
       blr-analysis validate train.py:make_task --test make_test --scores bm25.npy
 
     With --out it writes the table and a picture.
+
+    --json prints halves, seeds, epochs, seeds_agree, methods, note.
     """
     from blr_analysis.cli.facts import facts_of_validation
     from blr_analysis.sensitivity.validate import Study

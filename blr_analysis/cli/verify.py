@@ -17,21 +17,21 @@ def verify(
     *,
     path: Annotated[
         Path,
-        typer.Argument(metavar="PATH", help="A file or folder, with all below it."),
+        typer.Argument(metavar="PATH", help="A file, or a folder with all files below it."),
     ],
     shared: Shared,
 ) -> dict[str, Any]:
-    """Is everything at PATH still what was saved, to the bit?
-
-    Posteriors, precisions for a merge, indexes, the checkpoints of a training and its record carry
-    checksums. They are compared when they are read whole; this command reads everything:
+    """Check that the files at PATH are still what was saved, to the bit.
 
       blr-analysis verify posterior.safetensors
       blr-analysis verify INDEX
       blr-analysis verify RUN
 
-    A damaged or missing file is named, and the exit code is 2. Files of other programs have no
-    checksum; they are counted, and not judged.
+    Posteriors, precisions, indexes, the checkpoints of a training and its record carry checksums.
+    This command reads every file and compares them. It names a file that is damaged or missing,
+    and the exit code is then 2. Files of other programs have no checksum and are only counted.
+
+    --json prints whole, bytes, without_checksum.
     """
     from blr_analysis.checks import some
     from blr_analysis.files.verify import files_at

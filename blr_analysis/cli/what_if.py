@@ -31,15 +31,17 @@ class Change:
 
     remove: Annotated[
         str | None,
-        typer.Option(metavar="QUERY", help="The rows that leave, as pandas writes a query."),
+        typer.Option(metavar="QUERY", help="The rows to remove, as a pandas query."),
     ] = None
     relabel: Annotated[
         list[str] | None,
-        typer.Option(metavar="QUERY:LABEL", help="The rows that get another label; repeatable."),
+        typer.Option(
+            metavar="QUERY:LABEL", help="The rows to relabel, and their new label; repeatable."
+        ),
     ] = None
     decisions: Annotated[
         Path | None,
-        typer.Option(metavar="CSV", help="What was decided on an audit's page."),
+        typer.Option(metavar="CSV", help="The decisions that you saved on the page of an audit."),
     ] = None
 
     def check(self) -> None:
@@ -86,12 +88,12 @@ class Prediction:
     ] = "auto"
     seeds: Annotated[
         int,
-        typer.Option(metavar="NUMBER", help="Trainings; a single one gives no interval."),
+        typer.Option(metavar="NUMBER", help="How many trainings; one gives no interval."),
     ] = 3
     passes: Annotated[
         int | None,
         typer.Option(
-            metavar="NUMBER", help="Passes over the data: of cg 60, of replay 8 if left out."
+            metavar="NUMBER", help="Passes over the data. If left out: 60 for cg, 8 for replay."
         ),
     ] = None
 
@@ -104,19 +106,21 @@ def what_if_command(
     out: Out = None,
     shared: Shared,
 ) -> dict[str, Any]:
-    """What the model would be without some of its data, or with other labels.
+    """Predict the model without some of its data, or with other labels.
 
       blr-analysis what-if train.py:make_task --remove "annotator == 'eve'"
 
     A QUERY compares columns: index, target, prediction, loss, error, variance, deviation,
-    self_influence, leverage, and the task's metadata. It may have and, or, not, in; words stand
-    in quotes. To give rows another label:
+    self_influence, leverage, and the task's metadata. It may use and, or, not, in. Put text in
+    quotes. To give rows another label:
 
       blr-analysis what-if train.py:make_task --relabel "annotator == 'eve': 2"
 
     With --out it writes the loss by class, a picture, and the weights without the examples. With
-    --decisions too, it writes the cleaned data set: cleaned.csv, a row for each example that
-    stays, with its new label.
+    --out and --decisions it also writes the cleaned data set: cleaned.csv has a row for each
+    example that stays, with its new label.
+
+    --json prints removed, relabelled, before, after, interval, solver, passes, note.
     """
     from blr_analysis.cli.facts import facts_of_what_if
     from blr_analysis.sensitivity import what_if

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from blr_analysis.cli import main
+from blr_analysis.cli.commands import COMMANDS
 
-WAYS = Path(__file__).resolve().parents[2] / "docs" / "ways.md"
-JSON_ROW = re.compile(r"^\| `(?P<command>[\w-]+)` \|(?P<names>.*)\|$", re.MULTILINE)
+JSON_NAMES = re.compile(r"--json prints ([^.]*)\.")
 FORK = multiprocessing.get_context("fork")  # its processes need not import torch again
 
 
@@ -42,10 +42,9 @@ def files(place: Path) -> dict[str, int]:
 
 
 def documented_names(command: str) -> set[str]:
-    """The names that docs/ways.md promises of a command's JSON."""
-    page = WAYS.read_text("utf-8").split("## For scripts")[1]
-    names = {row["command"]: row["names"] for row in JSON_ROW.finditer(page)}
-    return set(re.findall(r"`(\w+)`", names[command]))
+    """The names that the help of a command promises of its JSON."""
+    (names,) = JSON_NAMES.findall(" ".join((COMMANDS[command].__doc__ or "").split()))
+    return set(names.split(", "))
 
 
 def facts_of(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
