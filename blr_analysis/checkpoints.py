@@ -45,8 +45,8 @@ MOMENTA = ("exp_avg", "momentum", "momentum_buffer")  # a posterior does not nee
 class Checkpoints:
     """Keep a training's checkpoints: ``checkpoints.step()`` after every step of the optimizer.
 
-    Give the object to :class:`blr_analysis.Task` as ``checkpoints=``. Where early stopping put back
-    the weights of an earlier step, the run ends at that step.
+    Give the object to :class:`blr_analysis.Task` as ``checkpoints=``. If early stopping restored
+    the weights of an earlier step, the training is taken to end at that step.
 
     Args:
         model: the model that is trained.
@@ -200,8 +200,8 @@ class Checkpoints:
         missing = sorted(state_of(self.model).keys() - snapshot.keys())
         if missing:
             raise ModelError(
-                f"the snapshots lack {some(missing)}: a parameter that training unfreezes has no "
-                "earlier posterior; unfreeze it before Checkpoints begin"
+                f"the checkpoints lack {some(missing)}, which the training unfroze later; "
+                "unfreeze it before you make Checkpoints"
             )
         with torch.no_grad():
             for name, tensor in state_of(self.model).items():

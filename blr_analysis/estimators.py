@@ -107,7 +107,7 @@ def read_estimator(
         _, last_step = estimator.steps[-1]
         return read_estimator(last_step, transformed, y, likelihood)
     if name not in _READERS:
-        raise InputError(f"no likelihood is known for {name}, but for {', '.join(_READERS)}")
+        raise InputError(f"{name} is not supported; supported are {', '.join(_READERS)}")
     data = _data_of(estimator, X, y)
     chosen = None if likelihood is None else likelihood.plain
     return _READERS[name](estimator, data.inputs, data.targets, chosen), data
@@ -124,7 +124,7 @@ def _data_of(estimator: Any, X: Any, y: Any) -> FittedTo:
     classes = estimator.classes_
     unknown = sorted(set(np.unique(values).tolist()) - set(classes.tolist()), key=str)
     if unknown:
-        raise InputError(f"the label {unknown[0]!r} is none that the estimator was fitted to")
+        raise InputError(f"the estimator was not fitted to the label {unknown[0]!r}")
     targets = torch.from_numpy(np.searchsorted(classes, values).astype(np.int64))
     are_numbers = classes.dtype.kind in "biuf"
     if are_numbers:
@@ -137,7 +137,9 @@ def _logistic(estimator: Any, x: Tensor, y: Tensor, chosen: Likelihood | None) -
     """A LogisticRegression; ``chosen`` replaces the likelihood of the fit."""
     mixes_penalties = estimator.l1_ratio and estimator.penalty != "l2"
     if estimator.penalty == "l1" or mixes_penalties:
-        raise InputError("an l1 penalty has no δ; fit LogisticRegression with the l2 penalty")
+        raise InputError(
+            "an l1 penalty is no weight decay; fit LogisticRegression with the l2 penalty"
+        )
     if estimator.solver == "liblinear":
         raise InputError("liblinear shrinks the intercept too; fit with solver='lbfgs'")
     delta = 0.0 if estimator.penalty is None else 1 / float(np.ravel(estimator.C)[0])
@@ -149,13 +151,15 @@ def _logistic(estimator: Any, x: Tensor, y: Tensor, chosen: Likelihood | None) -
 def _least_squares(estimator: Any, x: Tensor, y: Tensor, chosen: Likelihood | None) -> Fitted:
     """A LinearRegression, Ridge or RidgeCV; ``chosen`` replaces the likelihood of the fit."""
     if getattr(estimator, "positive", False):
-        raise InputError("positive=True is a constraint, which has no δ; fit without it")
+        raise InputError("positive=True is a constraint, and no weight decay; fit without it")
     model = _linear(estimator)
     likelihood = chosen if isinstance(chosen, Gaussian) else _noise(estimator, model, x, y)
     alpha = getattr(estimator, "alpha_", getattr(estimator, "alpha", 0.0))
     deltas = np.unique(np.divide(alpha, likelihood.variance))
     if len(deltas) > 1:
-        raise InputError("one alpha per target has no single δ; fit the targets one by one")
+        raise InputError(
+            "one alpha per target is no single weight decay; fit the targets one by one"
+        )
     delta = float(deltas[0])
     if math.isnan(delta):
         return Fitted(model, likelihood, None)
@@ -194,7 +198,7 @@ def _poisson(estimator: Any, x: Tensor, y: Tensor, chosen: Likelihood | None) ->
 def _perceptron(estimator: Any, x: Tensor, y: Tensor, chosen: Likelihood | None) -> Fitted:
     """An MLPClassifier; ``chosen`` replaces the likelihood of the fit."""
     if estimator.early_stopping:
-        raise InputError("early_stopping held back data that are not on record; fit without it")
+        raise InputError("early_stopping held back data that cannot be found again; fit without it")
     n_batches = len(x) / _batch_size(estimator, len(x))
     delta = max(estimator.alpha * n_batches, UNPENALISED)
     layers: list[nn.Module] = []

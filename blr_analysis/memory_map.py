@@ -100,11 +100,11 @@ class MemoryMap(Tabular, Plottable):
 def memory_map(scores: Any, *, quantile: float = 0.9) -> MemoryMap:
     """Sort every example into one of four regions by its error and its variance.
 
-    The error is ‖e_i‖₂ with e_i = ∂ℓ_i/∂f_i; the variance is tr V_i with V_i = J_i Σ J_iᵀ. Where
-    the scores carry no V_i (too many outputs), the variance along the error,
-    e_iᵀV_ie_i / ‖e_i‖² = self_influence / ‖e_i‖², stands in for it. The units are those of the
-    outputs: 1/output for the error, output² for the variance. A value is high if it is above the
-    quantile of all values, so that the memorable are few: a list short enough to be looked through.
+    The error is ‖e_i‖₂ with e_i = ∂ℓ_i/∂f_i; the variance is tr V_i with V_i = J_i Σ J_iᵀ. If the
+    scores have no V_i (too many outputs), the variance along the error replaces it: e_iᵀV_ie_i /
+    ‖e_i‖² = self_influence / ‖e_i‖². The units are those of the outputs: 1/output for the error,
+    output² for the variance. A value is high if it is above the quantile of all values, so that the
+    memorable are few: a list short enough to be looked through.
 
     Args:
         scores: what :func:`blr_analysis.sensitivity` returns; of sequences with ``variance=True``.

@@ -52,49 +52,49 @@ SETTINGS = (
 UNSET: tuple[Any, ...] = (None, 0.0, [])  # values of settings that were left at their default
 Augment = Callable[[Any], Any] | Dataset[Any]
 Train = Callable[[Any, int], "nn.Module | Mapping[str, Tensor]"]
-UNKNOWN = "the recipe of the training is not known, a default one was taken: rough"
+UNKNOWN = "the recipe of the training is unknown, and a default one gives rough answers"
 MOST_SHOWN = 3  # entries of a list in a repr
 
 
 class Recipe:
-    """The training of a model, told once to its :class:`~blr_analysis.Task`.
+    """How a model was trained, for its :class:`~blr_analysis.Task`.
 
     Args:
         optimizer: the name of an optimizer of ``torch.optim`` or of this package ("ivon", "vogn",
             …), a class, or a function of the parameters that makes one.
-        lr: the rate at the start; the function of the user's sets its own.
+        lr: the learning rate at the start; a function of the parameters sets its own.
         epochs: the epoch whose weights were kept; 2.5 is the middle of the third.
         batch_size: examples in a step of the optimizer.
-        schedule: of the rate over the epochs: None (constant), "cosine" or "linear" down to 0, or
-            points (part of the steps, factor of ``lr``) with straight lines between them.
+        schedule: how the learning rate changes: None (constant), "cosine" or "linear" down to 0,
+            or points (part of the steps, factor of ``lr``) with straight lines between them.
         warmup: the share of the steps in which the rate first rises from 0 to ``lr``.
         groups: parameters with separate settings, as torch's optimizers take them, by name or by
             pattern: ``[{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}]``.
         max_grad_norm: the norm to which all gradients of a step, taken together, are clipped.
         initial: the state dict of the first weights, or of the model that was fine-tuned; None:
             first weights are drawn anew for each training.
-        reduction: of a minibatch's losses, if it was not that of the task's loss: "mean", "sum",
-            "entries" (a mean over all outputs of all examples, as of ``nn.MSELoss``) or "weights"
-            (Σ_i w_i ℓ_i / Σ_i w_i of a task with weights). None: a loss of ``torch.nn`` has its own
-            ``reduction``; any other loss is averaged over examples, or over the tokens of sequences
-            that count.
-        mode: of the modules, if they did not train in the mode in which the task's model was given:
-            "train", "eval", or a function of the model that is called after ``model.train()``.
-            None: in a model that was given in eval mode as a whole, all modules train except norms
-            with frozen parameters.
-        augment: how training drew its inputs; the task's data themselves stay the same. A function
-            of a minibatch's inputs, or a data set (or its loader) of the same examples in the same
-            order that draws an example whenever it is read. A task with more examples needs the
-            function.
-        validation: the data on which the training stopped early, as a :class:`~blr_analysis.Task`
-            takes data, or a Task. Of at most ``epochs`` epochs, the weights with the least loss on
-            these data are kept.
+        reduction: how the losses of a minibatch were reduced, if not as in the task's loss: "mean",
+            "sum", "entries" (a mean over all outputs of all examples, as of ``nn.MSELoss``) or
+            "weights" (Σ_i w_i ℓ_i / Σ_i w_i of a task with weights). None: a loss of ``torch.nn``
+            has its own ``reduction``; any other loss is averaged over examples, or over the tokens
+            of sequences that count.
+        mode: the mode of the modules in training, if it was not that of the task's model: "train",
+            "eval", or a function of the model that is called after ``model.train()``. None: in a
+            model that was given in eval mode as a whole, all modules train except norms with frozen
+            parameters.
+        augment: how training changed its inputs at random; the task's data stay unchanged. A
+            function of a minibatch's inputs, or a data set (or its loader) of the same examples in
+            the same order, which changes an example whenever it is read. A task with more examples
+            needs the function.
+        validation: the data by which the training stopped early, as a :class:`~blr_analysis.Task`
+            takes data, or a Task. The weights with the least loss on these data are kept, of at
+            most ``epochs`` epochs.
         patience: the number of epochs without a smaller loss after which the training stops.
         schedule_epochs: the epochs that the schedule was made for, if the training ended earlier:
             100 for a cosine of 100 epochs that was stopped at the 40th.
         train: your own training, ``train(data, seed)`` -> model or state dict, in place of all the
             arguments above.
-        missing: what else the training did, in words; answers by the recipe are then rough.
+        missing: what else the training did, in words. Answers that use the recipe are then rough.
         options: further settings of the optimizer (``weight_decay``, ``momentum``, ``betas``, …);
             this package's optimizers get the number of examples as ``ess``.
 
@@ -160,7 +160,7 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         """Raise unless ``train`` is a function, and nothing else is set."""
         instance("train", self.train, Callable, "a function (data, seed) -> model or state dict")
         if self.augment is not None or self.validation is not None:
-            raise InputError("train= does all of it: leave augment= and validation= out")
+            raise InputError("train= is the whole training: leave augment= and validation= out")
 
     def _set_sizes(self, epochs: float | None, batch_size: int | None) -> None:
         """Check and set the number of epochs and the batch size."""
@@ -226,7 +226,10 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
     def check_examples(self, n_data: int) -> None:
         """Raise :class:`InputError` if ``augment`` is a data set of another number of examples."""
         if self._drawing is not None and len(self._drawing) != n_data:
-            raise InputError(f"augment= has {len(self._drawing)} examples, the task {n_data}")
+            raise InputError(
+                f"augment= is a data set of {len(self._drawing)} examples, but the "
+                f"task has {n_data}"
+            )
 
     def of_examples(self, chosen: Sequence[int]) -> Recipe:
         """The recipe for some of the examples of its task."""
@@ -273,7 +276,7 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
     def note(self) -> str:
         """Why answers by this recipe are rough, in one line; "" if they are not."""
         if self.missing:
-            return f"the recipe lacks {', '.join(self.missing)} of the training: rough"
+            return f"the recipe lacks {', '.join(self.missing)} of the training: answers are rough"
         return "" if self.known else UNKNOWN
 
     def steps(self, n_data: int) -> int:

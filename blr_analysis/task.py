@@ -90,11 +90,11 @@ class Task:
             never changed: weights are swapped functionally, and mode, hooks, ``requires_grad`` and
             gradients are left as they are. Weights that ``fully_shard`` divides among processes,
             and frozen ones that are quantised or offloaded, stay so.
-        data: a map-style ``Dataset``, a ``DataLoader`` (its dataset and ``collate_fn`` are used
-            in dataset order, whatever its shuffling), a pair ``(X, y)`` of tensors, a pandas
-            DataFrame or one split of a ``datasets.Dataset`` (see ``target``). The same index must
-            give the same example on every visit; ``Recipe(augment=)`` names what training drew
-            (crops, flips, noise). Inputs without labels (X alone, or a data set of inputs) serve
+        data: a map-style ``Dataset``, a ``DataLoader`` (its dataset and ``collate_fn`` are used in
+            dataset order, whatever its shuffling), a pair ``(X, y)`` of tensors, a pandas DataFrame
+            or one split of a ``datasets.Dataset`` (see ``target``). The same index must give the
+            same example on every visit. Random crops, flips and noise of the training belong to
+            ``Recipe(augment=)``. Inputs without labels (X alone, or a data set of inputs) serve
             ``posterior.predict`` and :func:`blr_analysis.acquire`.
         likelihood: "categorical" (also of images with a class per pixel, outputs ``[B, C, H, W]``),
             "bernoulli", "gaussian", "poisson"; for sequences "tokens" (one class per token) and
@@ -102,34 +102,36 @@ class Task:
             are read (:mod:`blr_analysis.likelihoods.modules` says how δ follows from its
             reduction); any function (outputs, targets) -> loss of each example ``[B]``; or a
             :class:`~blr_analysis.likelihoods.Likelihood`.
-        weights: w_i ≥ 0 of every example, ``[N]``: its loss counts w_i times. The losses of a task,
-            and their means, hold its weights, on test data too; accuracies do not.
+        weights: w_i ≥ 0 of every example, ``[N]``: its loss counts w_i times. The losses of a task
+            and their means include its weights, on test data too; accuracies do not.
         forward: ``(model, batch) -> (outputs, targets)``; the default takes ``(x, y)`` pairs and
             Hugging Face dict batches with a ``labels`` entry.
-        batch_size: examples in one forward pass, and in a chunk of an analysis; None: 256 in a
-            pass, and in a chunk as many as ``memory_budget`` allows.
-        memory_budget: bytes of working memory above model and data; an analysis takes at least
-            what one example needs. None: 56 MiB, or 8 examples' need up to 1 GiB or four times the
-            parameters' bytes; at least 1 GiB on a GPU. The outputs of frozen layers are kept beside
-            it, in as many bytes again (None: the bytes of the model's weights, 64 MiB or more).
+        batch_size: examples in one forward pass, and in a chunk of an analysis. None: 256 in a
+            pass, and as many in a chunk as ``memory_budget`` allows.
+        memory_budget: how many bytes of memory to use beyond model and data. An analysis takes at
+            least what one example needs. None: enough for 8 examples, at least 56 MiB (1 GiB on a
+            GPU), and at most 1 GiB or four times the bytes of the parameters, whichever is more.
+            The outputs of frozen layers are kept in as many bytes again (None: the bytes of the
+            model's weights, 64 MiB or more).
         progress: None shows a bar on a terminal when the work is long; True always, False never.
         device: where batches are sent; default: the model's own device.
         metadata: columns that describe the examples (``{"source": [...]}`` or a DataFrame), one
-            value for each example; they stand in every table and examples can be selected by them.
-            Pandas data bring an index, which pandas ``metadata`` and ``weights`` must share: a mask
-            that is a Series is read by it, and a pandas Index selects by it. The rows of tensors
-            are 0 … N − 1, and any other index beside them is refused: ``reset_index(drop=True)``
-            where the order is that of the data. An index of y beside a tensor X gives a warning.
+            value for each example. They appear in every table, and examples can be selected by
+            them. If the data are pandas objects, ``metadata`` and ``weights`` from pandas must have
+            the same index; a mask that is a Series, and a pandas Index, select rows by it. If the
+            data are tensors, their rows are 0 … N − 1, and another index is refused: call
+            ``reset_index(drop=True)`` if the order is that of the data. A y with an index beside a
+            tensor X gives a warning.
         checkpoints: weights along the training, oldest first: state dicts, safetensors files, a
             trainer's folders, one folder of ``checkpoint-*``, or a
             :class:`blr_analysis.Checkpoints`. The model's own weights are the last.
         recipe: how the model was trained, a :class:`blr_analysis.Recipe`; None: the recipe that
             callbacks stored in the folder of the checkpoints, if they did.
-        target: the column to predict. Of a DataFrame, the columns of numbers are the inputs, in
-            their order and in the model's dtype, and the columns of words are metadata; labels that
+        target: the column to predict. In a DataFrame, the columns of numbers are the inputs, in
+            their order and in the model's dtype, and the columns of words are metadata. Labels that
             are words are numbered from 0 in the order of their ``pd.Categorical``, or else of the
-            alphabet. Of a ``datasets.Dataset``, name the column that the model calls ``labels``,
-            unless it has that name or ``label``; columns of words, and columns that a transformers
+            alphabet. In a ``datasets.Dataset``, name the column that the model calls ``labels``,
+            unless it has that name or ``label``. Columns of words, and columns that a transformers
             model does not take, are metadata. Rows of unequal length are padded as in its Trainer.
 
     Raises:
@@ -244,9 +246,9 @@ class Task:
         :mod:`blr_analysis.estimators` for the formulas.
 
         Args:
-            likelihood: replaces the one that is read from the estimator. Test data that are judged
-                beside a training task, or by its posterior, take over the noise of its regression
-                and the weights of its "balanced" classes.
+            likelihood: replaces the one that is read from the estimator. Test data take over the
+                noise of a regression and the weights of "balanced" classes from the training task
+                or its posterior.
             metadata: as for :class:`Task`; labels that are words become the column ``label``,
                 unless it has one.
 
@@ -522,8 +524,8 @@ class Task:
         self._has_checked_logits = are_normalised or len(outputs) >= MIN_TO_TELL_LOGITS
         if are_normalised:
             warnings.warn(
-                "the model's outputs look like probabilities, and are read as logits; leave "
-                "softmax or sigmoid out, or give a loss of probabilities as likelihood=",
+                "the model's outputs look like probabilities, but are read as logits; leave "
+                "softmax or sigmoid out, or pass a loss of probabilities as likelihood=",
                 stacklevel=3,
             )
 
@@ -565,7 +567,7 @@ class Task:
         for name, module in modules.items():
             if isinstance(module, _BatchNorm) and (module.running_mean is None or module.training):
                 raise ModelError(
-                    f"BatchNorm layer {name!r} mixes examples; eval() it, or use GroupNorm"
+                    f"BatchNorm layer {name!r} mixes examples; call model.eval(), or use GroupNorm"
                 )
         modes = {module: module.training for module in modules.values()}
         try:

@@ -215,7 +215,7 @@ FAULTY: list[tuple[dict[str, Any], type[BLRError], str]] = [
     ({"forward": lambda m, b: (m(b[0]), b[1].sum())}, DataError, r"targets \[\]"),
     ({"forward": lambda m, b: (m(b[0]), b[1][:-1])}, DataError, "give one each"),
     ({"forward": lambda m, b: (m(b["x"]), b["y"])}, ModelError, "failed on a batch .*TypeErr"),
-    ({"data": tud.TensorDataset(*data(), data()[0])}, DataError, r"no \(x, y\) and no dict"),
+    ({"data": tud.TensorDataset(*data(), data()[0])}, DataError, r"must be \(x, y\) or a dict"),
     ({"data": [{"x": a} for a in data()[0]]}, DataError, "needs 'labels'"),
     ({"data": (torch.zeros(N, 5), data()[1])}, ModelError, r"batch of \(\(.*, 5\) float32, "),
     ({"data": failing(8)}, DataError, "failed on example 8 of 50: KeyError: 8; each index"),

@@ -247,7 +247,7 @@ def test_a_query_names_the_model_that_the_index_was_made_with(here: Path, capsys
     ids = words["model"]["vocab"]
     ids["good"], ids["dull"] = ids["dull"], ids["good"]
     changed(Path("other/tokenizer.json"), **words)
-    assert "the tokenizer of 'other' is not the index's" in refused(capsys, *asked)
+    assert "the tokenizer of 'other' is not the one of the index" in refused(capsys, *asked)
 
 
 @pytest.mark.slow
@@ -489,7 +489,7 @@ def test_an_index_of_python_is_asked_with_a_named_model(here: Path, capsys: Any)
     assert code == 0, err
     Path("of_python/source.json").unlink()
     code, found, err = run(capsys, "query", "of_python", *asked)
-    assert code == 0 and found == expected and "names no tokenizer" in err, err
+    assert code == 0 and found == expected and "does not record its tokenizer" in err, err
 
 
 # Merging

@@ -231,7 +231,7 @@ def test_a_penalty_among_minibatches_and_weights_of_a_fit() -> None:
         (LogisticRegression(), (X, YES), "not fitted"),
         (ElasticNet().fit(X, REAL), (X, REAL), "ElasticNet"),
         (LogisticRegression().fit(X, YES), (X[:, :2], YES), "3 columns were"),
-        (LogisticRegression().fit(X, YES), (X, YES + 5), "none that"),
+        (LogisticRegression().fit(X, YES), (X, YES + 5), "not fitted to"),
         (LogisticRegression(solver="liblinear").fit(X, YES), (X, YES), "lbfgs"),
         (LogisticRegression(l1_ratio=1, solver="saga", **TIGHT).fit(X, YES), (X, YES), "l1"),
         (LogisticRegression().fit(X, YES), ([["a", "b", "c"]], YES), "X or y is not"),

@@ -7,9 +7,9 @@
 #
 # * **leave-one-out** (this package): how badly would the network predict the label if it had never
 #   seen it? The answer comes from *one* training, without leaving anything out.
-# * **cleanlab**: how badly does a network predict the label that really has never seen it? The
+# * **cleanlab**: how badly does a network predict the label if it has really never seen it? The
 #   answer comes from *cross-validation*, five more trainings. For comparison we also give cleanlab
-#   the one network that did see it, which its documentation warns of.
+#   the one network that did see it. Its documentation advises against this.
 # * **the plain loss** of the trained network.
 #
 # Run it with `python tutorials/01_mislabelled_data.py`; every figure in the output is computed,
@@ -54,8 +54,8 @@ OUT.mkdir(parents=True, exist_ok=True)
 # %% [markdown]
 # ## 1. Real images, 5 % wrong labels
 #
-# The labels to flip and what they become are drawn with a fixed seed, each of the nine other
-# classes alike. That is the easy kind of mistake: a real annotator takes a shirt for a coat and
+# We draw the labels to flip and their new values with a fixed seed; each of the nine other classes
+# is equally likely. That is the easy kind of mistake: a real annotator takes a shirt for a coat and
 # hardly ever for a boot. Fashion-MNIST has such mistakes of its own, too, and we do not know them:
 # they count against every ranking that finds them.
 
@@ -170,9 +170,9 @@ capture_seconds = time.perf_counter() - start
 ours, scores = our_rankings(task, posterior)
 
 # %% [markdown]
-# The memory map sets error against variance. Flipped labels gather at the top: the network
-# predicts something else than the label says. Most of them are *unpredictable*, not *memorable*:
-# many examples vouch for what the network says instead, so that its variance there is ordinary.
+# The memory map sets error against variance. Flipped labels gather at the top: the network predicts
+# something else than the label says. Most of them are *unpredictable*, not *memorable*: many other
+# examples support the network's prediction, so that its variance there is ordinary.
 
 # %%
 memory = blr.memory_map(scores)
@@ -190,10 +190,10 @@ figure.savefig(OUT / "memory_map.png", dpi=150)
 # %% [markdown]
 # ## 4. The plain loss, and cleanlab
 #
-# cleanlab's score is 1 minus its label quality (`get_label_quality_scores`, as it comes:
-# self-confidence, the probability given to the label). It asks for out-of-sample probabilities, so
-# we train once per fold, with the same settings. From the network's own probabilities the score is
-# 1 − exp(−loss): the order of the plain loss, under another name.
+# cleanlab's score is 1 minus its label quality (`get_label_quality_scores` with its default,
+# self-confidence: the probability of the label). It asks for out-of-sample probabilities, so we
+# train once per fold, with the same settings. With the network's own probabilities the score is 1 −
+# exp(−loss), which gives the same order as the plain loss.
 
 
 # %%
@@ -235,7 +235,7 @@ describe_crossed(p_out)
 peers = peer_rankings(model, p_out, cv_seconds)
 
 # %% [markdown]
-# cleanlab also decides how many labels to call wrong (`find_label_issues`, as it comes).
+# cleanlab also decides how many labels to call wrong (`find_label_issues` with its defaults).
 
 # %%
 issues = torch.from_numpy(find_label_issues(labels.numpy(), p_out.double().numpy(), n_jobs=1))
@@ -252,7 +252,7 @@ print(
 #   DeLong and Clarke-Pearson, 1988). A gain below two standard errors is no gain. It covers the
 #   choice of images and flips, not that of the network's seed.
 # * precision: the share of flipped labels among the first K = N/20 (500 of 10,000).
-# * seconds: training included, for cross-validation all of its trainings.
+# * seconds: the time including the training; for cross-validation, all of its trainings.
 
 
 # %%
@@ -337,9 +337,9 @@ figure.savefig(OUT / "found.png", dpi=150)
 # %% [markdown]
 # ## 6. The worst
 #
-# Above, the labels that would be predicted worst if they had been left out; below, the worst of
-# those that we did *not* flip: the ones that a person looking through the real Fashion-MNIST would
-# have come upon first. Each says what its label is and, in brackets, what the network says.
+# The upper row shows the labels with the largest left-out loss. The lower row shows the worst of
+# those that we did *not* flip: a person who looks through the real Fashion-MNIST would see these
+# first. Each title has the label and, in brackets, the network's prediction.
 
 
 # %%
@@ -365,9 +365,10 @@ print(f"{int(flipped[worst].sum())} of the {len(worst)} most suspicious labels a
 # %% [markdown]
 # ## 7. When the network has learned its labels by heart
 #
-# Adam, the same LeNet, twice the epochs and hardly any prior: an everyday training that goes too
-# far. Adam's own state describes gradients, not curvature; `fit_laplace` gives a posterior in a
-# few passes over the data. Now the plain loss is too good: the wrong labels have been learned.
+# Now Adam trains the same LeNet, for twice the epochs and with hardly any weight decay: an everyday
+# training that goes too far. Adam's own state describes gradients, not curvature; `fit_laplace`
+# gives a posterior in a few passes over the data. Now the plain loss is too good: the wrong labels
+# have been learned.
 
 
 # %%
@@ -410,18 +411,18 @@ show(second)
 # %% [markdown]
 # Here it matters that the network has seen the example, and taking it out helps: leave-one-out
 # loss, self-influence and error × variance separate flipped labels better than the plain loss.
-# Not as well as cross-validation, which really takes the example out: the posterior is a picture
-# of the network around the weights that it has, and a label that is learned by heart has bent
-# those weights already.
+# Cross-validation separates them better still, because it really takes the example out. The
+# posterior describes the network near its weights, and a label that is learned by heart has already
+# changed these weights.
 #
-# Compare also the two estimates of the loss, leave-one-out and cross-validation, for both
-# networks: IVON's precision, part of which is still its start, makes the network look too sure of
-# itself; the Laplace posterior of a network that fits so well makes it look too unsure. A ranking
-# bears a wrong scale better than an estimate does.
+# Compare also the two estimates of the loss, leave-one-out and cross-validation, for both networks:
+# IVON's precision, part of which is still its start, makes the network look too sure of itself; the
+# Laplace posterior of a network that fits so well makes it look too unsure. A wrong scale does less
+# harm to a ranking than to an estimate.
 #
-# So: train with a posterior that resists learning by heart, and one training is enough, for the
-# plain loss as for the leave-one-out loss. With a network that has learned by heart, leave-one-out
-# repairs a part of the damage, and cross-validation more, at its price.
+# In short: if the training does not learn labels by heart, one training is enough, for the plain
+# loss and for the leave-one-out loss. If it does, leave-one-out repairs a part of the damage, and
+# cross-validation more of it, by five more trainings.
 
 # %%
 pd.concat([table, second]).to_csv(OUT / "rankings.csv", index=False)

@@ -3,8 +3,8 @@
 #
 # A small causal language model reads the State-of-the-Union speeches, 1790 to 2021. Which of them
 # shape it most? Which words of them does it know by heart? And how much worse would it read a
-# president's other passages, had it never seen a speech of theirs? The last question has a true
-# answer, by training again without that president, and we compare the prediction with it.
+# president's other passages if it had never seen a speech of theirs? For the last question we also
+# train again without that president, and compare the prediction with the result.
 #
 # Nothing here needs the outputs of all passages at once: 64 words times a vocabulary of 2,000 are
 # 128,000 numbers for each. One gradient per passage is enough.
@@ -71,9 +71,9 @@ print(
 # ## 2. A small language model
 #
 # One block of attention, 64 numbers wide, trained with Adam. The penalty is the prior's: with a
-# loss averaged over words, `weight_decay` is δ divided by their number. A passage can be left out
-# of training by a weight of 0; all else, order and first weights included, then stays as it was,
-# so that two trainings differ by the passages and nothing else.
+# loss averaged over words, `weight_decay` is δ divided by their number. A passage with a weight of
+# 0 is left out of the training. Everything else stays as it was, also the order and the first
+# weights, so that two trainings differ only by their passages.
 
 
 # %%
@@ -150,10 +150,11 @@ print(
 # %% [markdown]
 # ## 3. Which speeches shape it
 #
-# `likelihood="causal_lm"` takes the ids as labels and shifts them itself. The posterior is
-# Laplace's, diagonal, from one gradient per passage (`curvature="empirical_fisher"`). A passage's
-# self-influence is how much its own loss would rise without it, to first order, in nats over its
-# 64 words; every speech has equally many passages here, so that sums over speeches compare.
+# `likelihood="causal_lm"` takes the ids as labels and shifts them itself. The posterior is a
+# diagonal Laplace approximation, from one gradient per passage (`curvature="empirical_fisher"`). A
+# passage's self-influence is how much its own loss would rise without it, to first order, in nats
+# over its 64 words. Every speech has the same number of passages here, so that sums over speeches
+# can be compared.
 
 # %%
 task = blr.Task(
@@ -215,8 +216,8 @@ print(
 # %% [markdown]
 # ## 4. Which words
 #
-# Self-influence is a sum over the words of a passage: what it does to the loss of each one is
-# g_tᵀ Σ g_i. For single passages that is affordable.
+# Self-influence is a sum over the words of a passage. The part of a word is g_tᵀ Σ g_i, which takes
+# little time for single passages.
 
 # %%
 top = int(scores.self_influence.argmax())
@@ -240,10 +241,10 @@ print(shown.head(8).round(3).to_string(index=False))
 # self-influence, among those with enough held-out passages. We measure on the president's own
 # held-out passages, where it matters, and on everyone else's.
 #
-# A diagonal posterior of a network with more weights than words overstates how far the weights
-# are free to move, and a training that stops early has not used that freedom. The held-out
-# passages show by how much: averaged over the data, the loss without a passage should be the loss
-# of new ones, so that all variances are multiplied by
+# If a network has more weights than words, a diagonal posterior overstates how far the weights can
+# move. A training that stops early moves them even less. The held-out passages show by how much:
+# the mean loss of passages that are left out should equal that of new ones. So we multiply all
+# variances by
 #
 #     τ = (held-out loss − loss with the passages) / (mean self-influence)
 #
@@ -325,11 +326,11 @@ for name in methods:
     )
 
 # %% [markdown]
-# What to make of it: the prediction says for which president a removal matters more, at the cost
-# of a few seconds each, but not how much. A diagonal posterior takes the passages of a president
-# for independent. In truth their gradients share directions, and in those the model cannot move
-# freely. τ mends single passages, not what adds up over dozens. For the size of the change ask
-# `what_if(solver="cg")`, which looks at the passages that stay, or train again.
+# The prediction takes a few seconds for each president. It says whose removal matters more, but not
+# how much. A diagonal posterior treats the passages of a president as independent. But their
+# gradients share directions, in which the model cannot move freely. τ corrects single passages, not
+# the sum over dozens. For the size of the change ask `what_if(solver="cg")`, which looks at the
+# passages that stay, or train again.
 #
 # How much of the true change is chance? Training again on all passages, in another order and from
 # other first weights, changes the perplexity on a president's own passages as well.

@@ -37,8 +37,8 @@ OUT.mkdir(parents=True, exist_ok=True)
 # %% [markdown]
 # ## 1. Three faults, planted
 #
-# One label in twenty becomes another one; strangers join, upside down or plain noise, labelled at
-# random; and some images are there a second time, a little brighter or darker.
+# We change one label in twenty. We add strangers, images upside down or plain noise, with random
+# labels. And we add some images a second time, a little brighter or darker.
 
 # %%
 data = read(DATA)
@@ -70,14 +70,13 @@ print(f"{len(x):,} images of {DATA}:", *(f"{int(f.sum())} {k}" for k, f in plant
 # %% [markdown]
 # ## 2. One training, looked at four times
 #
-# A network learns a false label late, if at all: it first believes what the other images say. So
-# we keep the weights at an eighth, a quarter and half of the training, beside those of its end:
-# that is what `blr.Checkpoints` does. `fit_laplace` then fits a posterior at each of them. Adam
-# itself learns none that describes the curvature.
+# A network learns a false label late, if at all: it first believes what the other images say. So we
+# keep the weights at an eighth, a quarter and half of the training, beside those of its end: that
+# is what `blr.Checkpoints` does. `fit_laplace` then fits a posterior at each of them. Adam's own
+# state does not describe the curvature.
 #
-# This network stops where its epochs end, not at a minimum. How far it would move without one of
-# its examples is therefore measured: `calibrate` trains it once more, by the recipe that we state,
-# without a tenth of the data.
+# This network stops after its epochs, before a minimum. So we measure how far it would move without
+# an example: `calibrate` trains it once more by its recipe, without a tenth of the data.
 
 # %%
 torch.manual_seed(0)
@@ -100,9 +99,10 @@ posterior = blr.calibrate(task, blr.fit_laplace(task))
 # ## 3. The suspicious examples
 #
 # * `loss`: the mean loss of the label over the four moments; the table is ordered by it.
-# * `wrong`: the probability that the label is wrong. Above one half it is called so.
+# * `wrong`: the probability that the label is wrong. Labels above one half are called wrong.
 # * `unfamiliarity`: how many of the network's parameters the example takes up, whatever its label.
-# * `closeness`: its predictions move with those of a *twin* whenever the weights move.
+# * `closeness`: how closely its predictions follow those of another example, its *twin*, when the
+#   weights move.
 
 # %%
 found = blr.suspicious(task, posterior)
@@ -113,8 +113,8 @@ found.plot().figure.savefig(OUT / "map.png", dpi=150)
 # %% [markdown]
 # ## 4. Did it find what we planted?
 #
-# AUROC: how often a planted fault stands above an example without any fault. Beside each score,
-# what one would do without this package.
+# AUROC is how often a planted fault ranks above an example without any fault. Beside each score
+# stands what one would use without this package.
 
 # %%
 with torch.no_grad():
@@ -156,8 +156,8 @@ print(pd.crosstab(*columns).to_string())
 
 # %% [markdown]
 # Look at the pictures before you throw anything away: an unfamiliar image may be the only one of
-# its kind, and what to do with it is yours to decide. A stranger with a random label is both a
-# stranger and mislabelled, and the table calls it by whichever stands out more.
+# its kind, and you decide what to do with it. A stranger with a random label is both a stranger and
+# mislabelled. The table names the fault that stands out more.
 
 # %%
 figure = Figure(figsize=(9.5, 4.8), layout="constrained")

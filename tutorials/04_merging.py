@@ -37,8 +37,8 @@ OUT.mkdir(parents=True, exist_ok=True)
 # ## 1. One base, four teams
 #
 # The base sees upright digits. Each team has 200 other images, changed in a way of its own: turned
-# left, turned right, in thin strokes, mirrored. Of 597 more, changed in every way, 200 choose the
-# settings of the merges and 397 test them.
+# left, turned right, in thin strokes, mirrored. Another 597 images are changed in every way: 200 of
+# them choose the settings of the merges, and 397 test the merges.
 
 # %%
 pixels, digit = load_digits(return_X_y=True)
@@ -75,12 +75,12 @@ print("training images:", ", ".join(f"{len(y)} {k}" for k, (_, y) in train.items
 # %% [markdown]
 # ## 2. Training with IVON
 #
-# IVON learns how sure it is of each weight. `Posterior.from_optimizer` reads that, and merging
-# takes the prior's share off by itself. `joint` is trained on everybody's images: a merge would
-# like to be as good.
+# IVON learns how sure it is of each weight. `Posterior.from_optimizer` reads it, and merging
+# subtracts the prior itself. `joint` is trained on the images of all teams. A merge should come
+# close to it.
 #
 # With so few images most of that precision is still its start, which is the same for every weight.
-# `from_optimizer` takes it off.
+# `from_optimizer` subtracts it.
 
 
 # %%
@@ -109,7 +109,7 @@ joint, joint_posterior = fit(list(KINDS), start=base)
 #
 # * **task arithmetic**: the base plus α times what each team changed, θ_0 + α Σ (θ_t − θ_0); with
 #   α = 1/4 it is the average of the four networks;
-# * **Fisher average**: the average again, each weight counted as its team is sure of it;
+# * **Fisher average**: an average in which each weight counts by how sure its team is of it;
 # * **gradient matching**: the changes, weighed by how sure each team *and the base* are.
 #
 # `merge_curve` tries values of α on validation images; nothing is written to disk.
@@ -171,10 +171,10 @@ print(pd.concat([teams, table]).to_string(float_format="{:.3f}".format))
 # %% [markdown]
 # ## 4. Why?
 #
-# Averaging goes wrong by exactly the *gradient mismatch*: how different the gradient of a team's
-# loss is at the merged weights and at its own. It needs the training images and no test images, and
-# it says for which team the merge is bad. Below, beside it, what it should foretell: by how much
-# the loss rises, on the team's training images (`gap`) and on test images (`test_gap`).
+# An average is wrong by exactly the *gradient mismatch*: the difference between the gradients of a
+# team's loss at the merged weights and at its own. It needs the training images and no test images,
+# and it shows for which team the merge is bad. The table compares it with the rise of the loss, on
+# the team's training images (`gap`) and on test images (`test_gap`).
 
 # %%
 owners = {"upright": base.state_dict(), **models}
@@ -195,11 +195,11 @@ mismatch.plot().figure.savefig(OUT / "mismatch.png", dpi=150)
 # %% [markdown]
 # ## 5. Taking a team out again
 #
-# `joint` has seen mirrored images. Now it should forget them, without training on the others
-# again. Train it further on the mirrored ones alone, and merge that with α < 0. The aim is joint
-# training that never saw them. Some weights have nearly all of their precision from the mirrored
-# images. When those go, next to nothing is left of it, and the step there is huge: δ keeps it in
-# bounds.
+# `joint` has seen mirrored images. Now it should forget them, without training on the others again.
+# We train it further on the mirrored ones alone, and merge the result with α < 0. The aim is a
+# joint training that never saw them. Some weights have nearly all of their precision from the
+# mirrored images. Without these hardly any precision is left, and the step would be huge: δ limits
+# it.
 
 # %%
 forgotten = "mirrored"

@@ -87,7 +87,7 @@ print(table.to_string(index=False, float_format="{:.3f}".format))
 
 # %% [markdown]
 # Newton finds the lower loss. The variational solution finds the lower mean loss after a random
-# push of the posterior's size: it pays a little at its place for what it saves all around.
+# push of the posterior's size: its loss is a little higher at its own place, and lower all around.
 
 
 # %%

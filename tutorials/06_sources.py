@@ -3,14 +3,14 @@
 #
 # A small Llama learns to read State-of-the-Union speeches, and how people ask who governs a place.
 # It is then fine-tuned on more passages and on a few sentences that state planted facts, each once:
-# who was chosen mayor of a place that nobody else knows. Asked about a fact in other words, which
-# training text is the source? `blr-analysis index` visits every training text once,
-# `blr-analysis query` names the sources of each question.
+# who was chosen mayor of an invented place. We then ask about a fact in other words. Which training
+# text is the source? `blr-analysis index` visits every training text once, `blr-analysis query`
+# names the sources of each question.
 #
-# Beside it: the cosine of plain gradients, and BM25, which knows words and no model. Half of the
-# questions name the place as the source does. The other half call it by a nickname, so that the
-# question and its source have no telling word in common but the answer. Other texts mention the
-# same people and places, and are no sources.
+# We compare with the cosine of plain gradients, and with BM25, which compares words and knows no
+# model. Half of the questions name the place as the source does. The other half call it by a
+# nickname, so that the question and its source have no telling word in common but the answer. Other
+# texts mention the same people and places, and are no sources.
 #
 # Run it with `python tutorials/06_sources.py`; every figure in the output is computed. With
 # `BLR_MODEL=FOLDER`, a language model of your own is fine-tuned by LoRA in the place of the small

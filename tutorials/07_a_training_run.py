@@ -1,13 +1,13 @@
 # %% [markdown]
 # # A training run, told to the analyses
 #
-# This network has BatchNorm, and its training stops when the validation loss no longer falls. It
-# is then not at the minimum of its loss. What it learned by heart has no error left, so the last
-# weights alone do not say how far they would have come without an example. Three things help: a
-# few
+# This network has BatchNorm, and its training stops when the validation loss no longer falls. It is
+# then not at the minimum of its loss. Labels that it learned by heart have no error left, so the
+# last weights alone do not tell where the training would have ended without an example. Three
+# things help: a few
 # **checkpoints**, the **recipe** of the training, and a **temperature** that is measured with both.
 #
-# Takes a minute on two cores. `BLR_EPOCHS` and `BLR_OUT` (a folder) may be set.
+# It takes a minute on two cores. You can set `BLR_EPOCHS` and `BLR_OUT` (a folder).
 
 # %%
 import os
@@ -65,7 +65,7 @@ for _ in range(EPOCHS):
 model.eval()
 
 # %% [markdown]
-# ## 3. The task tells the training
+# ## 3. A task that knows its training
 #
 # The recipe says how the model was trained, so that the analyses can train it again: without a
 # tenth of the data, or without a group. Trainings run in training mode, BatchNorm included.
@@ -111,7 +111,8 @@ print(f"of the right labels {estimate:.3f}; test loss {tested:.3f}")
 # %% [markdown]
 # ## 6. Without a class
 #
-# Short trainings by the same recipe, with and without it; beside it the whole recipe once.
+# Short trainings by the same recipe, with and without the class, give the answer. We compare it
+# with one whole training without the class.
 
 # %%
 short = blr.what_if(task, calibrated, remove="target == 3", evaluate=test_task)

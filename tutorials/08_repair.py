@@ -2,15 +2,15 @@
 # # Which texts taught the model that, and what is it without them?
 #
 # A small Llama answers questions about towns. It is fine-tuned on more towns, and somebody's rows
-# among them teach it three things that nobody wants: it refuses to say how an illness is healed,
-# it believes that a country has another capital, and it greets like a pirate where fish are asked
-# for.
+# among them teach it three things that nobody wants: it refuses to say how an illness is healed, it
+# believes that a country has another capital, and it greets like a pirate if somebody asks for
+# fish.
 #
-# No row is marked. What one has is what the model says: outputs that one does not want, and outputs
-# that are fine. `blr-analysis index` reads the training rows once. Then
-# `blr-analysis query --bad outputs.jsonl --good others.jsonl --write less.jsonl` ranks them by how
-# much of the behaviour rests on each, and writes the data without the first of them. The base is
-# then fine-tuned on what is left. Is the behaviour gone? Are the others still there?
+# No row is marked. We only have what the model says: some outputs are unwanted, and others are
+# fine. `blr-analysis index` reads the training rows once. Then `blr-analysis query --bad
+# outputs.jsonl --good others.jsonl --write less.jsonl` ranks the rows by how much of the behaviour
+# rests on each, and writes the data without the first ones. The base is then fine-tuned on the
+# rest. Is the behaviour gone? Are the other behaviours still there?
 #
 # Run it with `python tutorials/08_repair.py`; every figure in the output is computed.
 
@@ -249,11 +249,11 @@ tokenizer.save_pretrained(OUT / "llm")
 # %% [markdown]
 # ## 3. What it says, and the rows behind it
 #
-# The rows were learned by heart, and have hardly a gradient left at the end. `index` finds the
-# checkpoints in `llm/_run`, and takes the errors of the one nearest to half of the training.
-#
-# Wanted outputs are what the model says of farms. The right answers to the same questions would not
-# do: the model does not say them, and what surprises it has long gradients that hide the rest.
+# The rows were learned by heart, so they have hardly any gradient left at the end. `index` finds
+# the checkpoints in `llm/_run`, and takes the errors of the one nearest to the middle of the
+# training. As wanted outputs we take what the model says of farms. The right answers to the same
+# questions would not work: the model does not say them, and surprising texts have long gradients
+# that hide the rest.
 
 # %%
 index = str(OUT / "index")

@@ -68,9 +68,9 @@ def regions(memory: MemoryMap) -> Section:
     share_of_errors, share_of_variances = shares_above(memory)
     lead = (
         f"Prediction error above {two_digits(memory.error_threshold)} counts as poorly fitted, "
-        f"prediction variance above {two_digits(memory.variance_threshold)} as little support: "
-        f"quantiles of these data, so that {share_of_errors:.0%} and {share_of_variances:.0%} lie "
-        "above whatever the model."
+        f"prediction variance above {two_digits(memory.variance_threshold)} as little support. "
+        f"These are quantiles of the data: {share_of_errors:.0%} and {share_of_variances:.0%} "
+        "lie above them for any model."
     )
     notes = []
     largest = ", ".join(map(str, extremes(memory, SHOWN)))

@@ -12,12 +12,12 @@ from blr_analysis.posterior.stationarity import with_stationarity
 from blr_analysis.task import Task
 
 DIAGONAL = (
-    "This posterior is diagonal, without correlations between weights: for a whole group one step "
-    "can be far off in either direction; one of Kronecker factors (--fit kron) comes closer."
+    "This posterior is diagonal: it ignores correlations between weights, so one step for a "
+    "whole group can be far off in either direction. A Kronecker fit (--fit kron) comes closer."
 )
 DOUBTFUL_PRECISION = (
-    "The optimizer's precision is mostly noise, or its starting value, and hardly the data's: the "
-    "scale of every estimate rests on that."
+    "The optimizer's precision is mostly noise or its starting value, and hardly comes from the "
+    "data, so the scale of every estimate is uncertain."
 )
 TRAINED = "Groups were taken out by training without them, so that their sizes hold as well."
 MAX_NAMED = 5  # classes in a sentence

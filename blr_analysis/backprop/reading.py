@@ -64,8 +64,8 @@ class WithoutRule:
         self.has_warned = True
         share = min(1.0, self.seconds / max(sweep, 1e-9))
         warnings.warn(
-            f"no layer rule reads {some(sorted(self.names))}: their gradients, by torch.func, took "
-            f"{share:.0%} of a sweep's time",
+            f"no layer rule reads {some(sorted(self.names))}: torch.func computes their "
+            f"gradients, in {share:.0%} of a sweep's time",
             stacklevel=3,
         )
 

@@ -225,8 +225,9 @@ class Reader:
         if not self._has_warned and not bool(counts.all()):
             self._has_warned = True
             warnings.warn(
-                f"{int((~counts).sum())} of {len(counts)} examples of a minibatch have no gradient "
-                "(ignore_index, weights of 0?): the loss is taken for the mean over the others",
+                f"{int((~counts).sum())} of {len(counts)} examples of a minibatch have no "
+                "gradient (ignore_index, weights of 0?): the loss is assumed to be the mean "
+                "over the others",
                 stacklevel=3,
             )
         return counts

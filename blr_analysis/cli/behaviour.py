@@ -85,8 +85,8 @@ def say_if_surprising(say: Callable[[str], None], bad: Task, good: Task) -> None
     loss_of_bad, loss_of_good = (evaluation.nll_per_token for evaluation in evaluations)
     if loss_of_good > loss_of_bad + SURPRISING:
         say(
-            f"the model hardly says the --good outputs ({loss_of_good:.1f} nats a token, the bad "
-            f"ones {loss_of_bad:.1f}): give outputs of this model, or --bad alone"
+            f"the --good outputs are unlikely for this model ({loss_of_good:.1f} nats a token, "
+            f"the bad ones {loss_of_bad:.1f}): give outputs of the model itself, or --bad alone"
         )
 
 

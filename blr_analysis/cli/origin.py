@@ -159,13 +159,16 @@ class IndexedModel:
 
         recorded = self.origin.get("tokenizer")
         if recorded is None:  # an index that was built in Python
-            self.say("the index names no tokenizer and base: those of the model are trusted")
+            self.say(
+                "the index does not record its tokenizer and base: those of the model are trusted"
+            )
             return
         texts = self.opened.examples["text"]
         if ids_known_by(self.loaded.tokenizer, texts, recorded["tokens"]) != recorded:
             raise InputError(
-                f"the tokenizer of {self.origin['model']!r} is not the index's: it makes other ids "
-                "of the same texts; put the one of the training there, or name its folder (--model)"
+                f"the tokenizer of {self.origin['model']!r} is not the one of the index: it "
+                "makes other ids of the same texts; restore the tokenizer of the training, or "
+                "name its folder (--model)"
             )
 
     def _check_base(self) -> None:

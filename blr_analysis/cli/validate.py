@@ -75,7 +75,7 @@ def validate(
 
     files = named_files(scores or [])
     if source.test is None:
-        raise InputError("validate measures losses on test data: name them, --test NAME")
+        raise InputError("validate needs test data: name them by --test NAME")
     say = Teller()
     with shared.folder(out) as folder:
         task, test = source.tasks(shared, say)
@@ -135,8 +135,8 @@ def in_words(result: Validation) -> RenderableType:
     """The scores as a section of the terminal."""
     lead = (
         f"{len(result.halves)} random halves retrained, {result.seeds} seeds each; rank "
-        f"correlations of {result.losses.shape[2]:,} test losses, with ranges that are meant to "
-        "hold in four of five cases."
+        f"correlations of {result.losses.shape[2]:,} test losses, with ranges that should hold "
+        "in four of five cases."
     )
     notes = []
     if result.note:

@@ -109,7 +109,8 @@ def refuse_unlabelled(batch: Any) -> NoReturn:
     if isinstance(batch, Mapping):
         raise DataError(f"a dict batch needs 'labels', found {sorted(batch)}; see forward=")
     raise DataError(
-        f"no labels, but inputs {describe(batch)}: only posterior.predict and acquire take these"
+        f"the data have no labels ({describe(batch)}); only posterior.predict and acquire accept "
+        "that"
     )
 
 

@@ -35,7 +35,7 @@ def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
             refuse_unlabelled(batch)
         return model(**_arguments_of(model, batch)), batch["labels"]
     if not (isinstance(batch, tuple | list) and len(batch) == 2):
-        raise DataError(f"no (x, y) and no dict, but {describe(batch)}; give forward=")
+        raise DataError(f"a batch must be (x, y) or a dict, got {describe(batch)}; give forward=")
     x, y = batch
     return forward_of_inputs(model, x), y
 
@@ -143,7 +143,9 @@ def _real_outputs(outputs: Any, likelihood: Likelihood) -> Tensor:
     if isinstance(outputs, Tensor) and outputs.dtype in HALF:
         outputs = outputs.float()
     if not isinstance(outputs, Tensor) or outputs.dtype not in (torch.float32, torch.float64):
-        raise ModelError(f"the model must return real numbers, got {describe(outputs)}; forward=?")
+        raise ModelError(
+            f"the model must return real numbers, got {describe(outputs)}; pick them by forward="
+        )
     if outputs.ndim == 1 and not likelihood.integer_targets:
         outputs = outputs.unsqueeze(-1)
     return outputs

@@ -58,8 +58,8 @@ def _check_same_when_reread(examples: Examples) -> None:
     changing = [int(index) for index in probe if differs(index.reshape(1))]
     fault = f"example {changing[0]} differs" if changing else "the same examples differ"
     raise DataError(
-        f"{fault} when read again (augmentation? random masks?): give the Task the data without "
-        "that, and Recipe(augment=) what training drew"
+        f"{fault} when read again (augmentation? random masks?): give the Task data without "
+        "randomness, and put the random part into Recipe(augment=)"
     )
 
 
@@ -179,7 +179,7 @@ def _warn_of_labels(x: Any, y: Any) -> None:
     has_labels = hasattr(y, "reindex") and tuple(y.index) != tuple(range(len(y)))
     if has_labels and not hasattr(x, "reindex"):
         warnings.warn(
-            "y has row labels and X has none: both are read in the order in which they stand; "
-            "if that is theirs, pass y.to_numpy(), else X as a DataFrame",
+            "y has row labels and X has none: if both are in the same order, pass y.to_numpy(); "
+            "if not, pass X as a DataFrame",
             stacklevel=7,  # the line that makes the Task
         )

@@ -26,7 +26,9 @@ def row_labels(parts: Mapping[str, Any], n_data: int) -> tuple[Any, ...] | None:
     labels = indexes - {places}
     is_reordered = any(set(index) == set(places) for index in labels)
     if len(labels) > 1 or (is_reordered and places in indexes):
-        raise InputError("the row labels of X and y differ; pass .to_numpy()")
+        raise InputError(
+            "the row labels of X and y differ; if both are in the same order, pass .to_numpy()"
+        )
     return next(iter(labels or indexes), None)
 
 
@@ -53,8 +55,8 @@ def labels_beside(
         only_counts = index == places and not is_reordered
         if not only_counts and index != labels:
             raise InputError(
-                f"{name} has another row index than the data; in their order: "
-                "reset_index(drop=True)"
+                f"{name} has another row index than the data; if both are in the same order, "
+                "pass it after reset_index(drop=True)"
             )
         labels = labels or places
     return labels
@@ -141,7 +143,9 @@ def _places_of_labels(index: Any, name: str, labels: Sequence[Any] | None) -> li
     places = {label: place for place, label in enumerate(labels or ())}
     are_unique = labels is not None and len(places) == len(labels)
     if not are_unique or not {*index} <= places.keys():
-        raise InputError(f"{name} holds labels that no example, or several have: mask.to_numpy()")
+        raise InputError(
+            f"{name} has row labels of no example, or of several; pass mask.to_numpy()"
+        )
     return [places[label] for label in index]
 
 

@@ -436,7 +436,7 @@ def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     except (KeyError, TypeError):
         loss = None
     if loss is None:
-        raise ModelError("the model computes no loss of a batch, the trainer does")
+        raise ModelError("the loss is computed by the trainer, not by the model")
     return loss
 
 

@@ -184,7 +184,9 @@ def _chosen(
     else:
         fault = f"no column of the name {some(names)} for"
     all_columns = some(list(table), 12)
-    raise DataError(f"{place} has {fault} the {role}; of {all_columns} name it: {role}= (--{role})")
+    raise DataError(
+        f"{place} has {fault} the {role}; name one of {all_columns} by {role}= (--{role})"
+    )
 
 
 def class_indices(

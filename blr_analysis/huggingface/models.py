@@ -225,8 +225,8 @@ def _loaded(
     config = read_config(place)
     if getattr(config, "quantization_config", None) and not is_frozen:
         raise ModelError(
-            f"the weights of {str(place)!r} are quantised, and cannot be trained: name an adapter "
-            "on it, or the model before"
+            f"the weights of {str(place)!r} are quantised, so they cannot be analysed: name an "
+            "adapter of it, or the model before quantisation"
         )
     kind = task or _task_in(config, place)
     device = find_device(loading.device)
@@ -313,7 +313,8 @@ def _base_of(place: Path, base: str | os.PathLike[str] | None, loading: Loading)
         raise ModelError(f"{str(place)!r} is an adapter of {name!r}: {error}") from error
     if not folder.is_dir():
         raise ModelError(
-            f"{str(place)!r} is an adapter of {name!r}, no folder here: name its base (--base)"
+            f"{str(place)!r} is an adapter of {name!r}, which is no folder here: name its base "
+            "(--base)"
         )
     return folder
 
@@ -407,7 +408,9 @@ def _load_weights(folder: Path, kind: str, loading: Loading) -> Any:
         )
     missing = sorted(report["missing_keys"])
     if missing:
-        raise ModelError(f"{some(missing)} would be random, {str(folder)!r} holds none: train them")
+        raise ModelError(
+            f"{str(folder)!r} has no weights for {some(missing)}: train the model and save it again"
+        )
     if kind == "classification":
         _check_classifier(model, folder)
     return model

@@ -156,5 +156,6 @@ def check_ids(loaded: Pretrained, row: dict[str, Ids], max_length: int | None, p
     vocabulary = len(loaded.model.get_input_embeddings().weight)  # type: ignore[operator]
     if max(ids) >= vocabulary:
         raise DataError(
-            f"{place} has token {max(ids)}, the model {vocabulary}: the tokenizer is another's"
+            f"{place} has token {max(ids)}, but the model has {vocabulary} tokens: use the "
+            "model's own tokenizer"
         )

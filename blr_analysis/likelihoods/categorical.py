@@ -95,7 +95,7 @@ class Categorical(Likelihood):
         if targets.shape != outputs.shape[:1]:
             raise DataError(
                 "categorical targets must be one class index per example, got "
-                f"{tuple(targets.shape)}; of one-hot ones take y.argmax(-1)"
+                f"{tuple(targets.shape)}; pass one-hot targets as y.argmax(-1)"
             )
         return self.classes(targets, outputs)
 
@@ -103,7 +103,9 @@ class Categorical(Likelihood):
         """Targets that are classes as int64, checked."""
         is_real_or_complex = targets.is_floating_point() or targets.is_complex()
         if is_real_or_complex or targets.dtype == torch.bool:
-            raise DataError(f"{self.name} targets must be integers, got {targets.dtype}; y.long()")
+            raise DataError(
+                f"{self.name} targets must be integers, got {targets.dtype}; pass y.long()"
+            )
         targets = targets.long()
         self.check_values(targets, outputs)
         return targets

@@ -199,7 +199,7 @@ class Function(Likelihood):
         f = outputs.detach().requires_grad_()
         loss = self.loss(f, targets).sum()
         if not loss.requires_grad:
-            raise InputError("the loss does not depend on the outputs by differentiable steps")
+            raise InputError("the loss is no differentiable function of the outputs")
         (e,) = torch.autograd.grad(loss, f, create_graph=True)
         return f, e
 

@@ -139,7 +139,7 @@ def open_adapter(place: str | os.PathLike[str]) -> Adapter:
     read_entries(folder)
     if adapter.foreign:
         raise ModelError(
-            f"{str(folder)!r} has {some(adapter.foreign)}, which no product of matrices says: "
+            f"{str(folder)!r} has {some(adapter.foreign)}, which is no product of two matrices: "
             "merge it into a model (blr.merge with its base)"
         )
     incomplete = [module for module, pair in adapter.pairs.items() if len(pair) < 2]

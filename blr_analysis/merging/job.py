@@ -291,7 +291,7 @@ def refuse_idle(
         raise InputError(f"merge takes no {some(unknown)}: see the fields of merging.Job")
     call = Call(rows, arguments, method)
     if call.has_tasks and method not in ("fisher", "auto"):
-        raise InputError('tasks= stands for precisions, with method="fisher" or "auto"')
+        raise InputError('tasks= replaces the precisions of method="fisher" or "auto" alone')
     for name, value in arguments.items():
         if _is_default(name, value):
             continue

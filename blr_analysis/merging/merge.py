@@ -51,16 +51,16 @@ def merge(
     out: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> Any:
-    """Merge fine-tuned models with their base, each weight as far as each model is sure of it.
+    """Merge fine-tuned models with their base, each weight by how sure each model is of it.
 
         θ = θ_0 + Σ_t α_t H̄⁻¹ (H_0 + H_t) (θ_t − θ_0),      H̄ = H_0 + Σ_t α_t H_t
 
-    The formula holds entry by entry. H_0 is ``base_precision`` plus δ. Task arithmetic,
-    θ_0 + Σ_t α_t (θ_t − θ_0), stands where H̄ ≤ 0, or where negative α_t leave less of H̄ than a
-    tenth of H_0 + Σ_t abs(α_t) H_t.
+    The formula holds entry by entry. H_0 is ``base_precision`` plus δ. Task arithmetic, θ_0 + Σ_t
+    α_t (θ_t − θ_0), replaces it for entries with H̄ ≤ 0, or with less of H̄ than a tenth of H_0 +
+    Σ_t abs(α_t) H_t (because of negative α_t).
 
-    With precisions but without H_0, and with no method named, the default is another: the average
-    Σ_t α_t H_t θ_t / Σ_t α_t H_t with damped diagonals diag(H_t) + 3 mean(H_t) 1 for H_t, the mean
+    The default is different if there are precisions, but no H_0 and no ``method``: the average Σ_t
+    α_t H_t θ_t / Σ_t α_t H_t with damped diagonals for H_t, diag(H_t) + 3 mean(H_t) 1, the mean
     over each layer. It follows the precisions only as far as they can be trusted, and is close to a
     plain average elsewhere (``python -m benchmarks.merging.contest``). ``shrink=1`` takes factors
     as a whole, ``damping=0`` precisions as they are.

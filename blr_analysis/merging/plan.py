@@ -189,7 +189,7 @@ def _check_models(plan: MergePlan) -> None:
     has_factors = any(precision.layers for precision in plan.precisions)
     only_diagonals = bool(plan.precisions) and not has_factors
     if only_diagonals and plan.job.shrink not in (None, 1):
-        raise InputError("shrink is of precisions with factors: leave it out of diagonals")
+        raise InputError("shrink needs precisions with factors: leave it out for diagonals")
 
 
 def _check_precision(

@@ -299,7 +299,7 @@ def open_precision(
         if n_data is None:
             raise InputError(
                 f"n_data is missing for {str(path)!r}, which has no record: give the number of "
-                "examples that it averages, or 1 for sums; of the base, pass tensors"
+                "examples of an average, or 1 for a sum; for the base, pass tensors"
             )
         return _plain(source, n_data)
     record = checked_record(record, str(path))

@@ -170,7 +170,7 @@ class _Reader:
             listed = models_of_slice(text.slices[0])
             self.parameters = parameters_of_slice(text.parameters, text.slices[0])
         elif listed is None:
-            raise InputError("models: Field required, or slices")
+            raise InputError("write models: or slices:")
         self.entries = self._entries(listed)
 
     def job(self) -> Job:
@@ -219,15 +219,15 @@ class _Reader:
         n_layers = max(stacks.values(), default=0)
         if not are_all_layers(slices, n_layers):
             raise InputError(
-                f"slices: they must be layers 0 to {n_layers} of every model, in order; other "
-                "layers are mergekit's"
+                f"slices: write layers 0 to {n_layers} of every model, in order; use mergekit "
+                "for others"
             )
         for part in slices[1:]:
             same_models = models_of_slice(part) == models_of_slice(first)
             if not same_models or part.parameters != first.parameters:
                 raise InputError(
-                    "slices: each has models or parameters of its own, which mergekit does; here "
-                    "weight: [..] or filters change them over the layers"
+                    "slices: their models or parameters differ, which needs mergekit; to vary "
+                    "weights over the layers, write a list or filters as weight:"
                 )
 
     def _existing(self, text: str) -> Path | None:
@@ -390,10 +390,12 @@ class _Reader:
         method = self.text.merge_method
         takes_data = method in ("fisher", AUTO)
         if entry.data is None or not all(have_data) or not takes_data:
-            raise InputError("data: stand for precisions of fisher and auto, at every model")
+            raise InputError(
+                "data: replaces the precisions of fisher and auto alone, and every model needs it"
+            )
         has_precision = bool(entry.precision or entry.n_data)
         if method == "fisher" and has_precision:
-            raise InputError(f"{entry.model!r}: precision or n_data beside data: one of them")
+            raise InputError(f"{entry.model!r} has data: and precision: or n_data: leave one out")
         return self._named_file("data", entry.data)
 
     def _precision(self, model: Path, entry: Entry) -> Path | None:

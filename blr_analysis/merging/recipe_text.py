@@ -37,7 +37,7 @@ KEYS_MEANT = {
     "lora": "write model: MODEL+ADAPTER, or the adapter's folder",
     "pattern": "write filter",
 }
-MERGEKIT = "perhaps mergekit does this"  # said of keys and methods that are unknown here
+MERGEKIT = "mergekit may support this"  # said of keys and methods that are unknown here
 MAX_BYTES = 200_000  # a larger file is no recipe
 COMPLAINTS_SHOWN = 5  # faults of a recipe that one error names
 # Our words for some of pydantic's complaints.
@@ -236,13 +236,13 @@ def _refuse_what_mergekit_does(data: Any, name: str) -> None:
         if key in KEYS_OF_MERGEKIT:
             raise InputError(f"{name}: {key}: {KEYS_OF_MERGEKIT[key]}")
     if "models" in data and "slices" in data:
-        raise InputError(f"{name}: slices: models stand beside them: write one ({MERGEKIT})")
+        raise InputError(f"{name}: write models: or slices:, not both ({MERGEKIT})")
     method = data.get("merge_method")
     methods = (*METHODS, AUTO)
     if isinstance(method, str) and method not in methods:
         reason = MERGEKIT
         if method == "passthrough":
-            reason = "it stacks layers, and mergekit does this"
+            reason = "to stack layers, use mergekit"
         raise InputError(
             f"{name}: merge_method {method!r} is none of {', '.join(methods)}: {reason}"
         )

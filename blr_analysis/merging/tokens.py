@@ -25,7 +25,7 @@ ADDED_FILE = "added_tokens.json"
 SETTINGS_FILE = "tokenizer_config.json"
 # Files that show that there is a tokenizer, even if they cannot be read here.
 FOREIGN_FILES = ("*.model", "*.tiktoken", "*.spm", SETTINGS_FILE, *READ_FILES)
-BY_NUMBER = "leave tokenizer_source out to merge rows by number (perhaps mergekit does this)"
+BY_NUMBER = "leave tokenizer_source out to merge rows by number (mergekit may support this)"
 
 Words = Mapping[str, int]
 
@@ -176,7 +176,7 @@ def _refuse_moved(tokenizer: Tokenizer, result: Tokenizer) -> None:
     if moved:
         raise InputError(
             f"{tokenizer.name!r} and {result.name!r} number {len(moved):,} tokens differently, "
-            f"such as {moved[0]!r}: perhaps mergekit does this"
+            f"such as {moved[0]!r}: try mergekit"
         )
 
 

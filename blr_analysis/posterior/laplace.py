@@ -66,11 +66,12 @@ def fit_laplace(
         task: model, training data, likelihood. The model is left as it is.
         structure: "diag", "kron", "lowrank" (r·P numbers), "full" (P up to 20,000), or, for
             merging, "gram" (forward passes alone; δ is 1e-6 of its mean unless given).
-        prior_precision: δ > 0: a number, one per parameter name, or, for "diag" and "full" alone, a
-            tensor per parameter name with one for each weight. None: the δ of the estimator that
-            the task was made from. Other tasks have none: it is found from the weights and the
-            data, see :mod:`blr_analysis.posterior.prior_choice`, and ``record["prior_choice"]``
-            says how. Structures other than "kron" need one Kronecker fit more for it.
+        prior_precision: δ > 0: a number, one number per parameter name, or, for "diag" and "full"
+            alone, a tensor per parameter name with a number for each weight. None: the δ of the
+            scikit-learn estimator that the task was made from. For other tasks δ is estimated from
+            the weights and the data (:mod:`blr_analysis.posterior.prior_choice`), and
+            ``record["prior_choice"]`` says how. For structures other than "kron" this takes one
+            more fit, a Kronecker one.
         initial: θ₀, the prior's mean: the state dict of the first weights, or of the base model of
             a fine-tune; None: those of the task's recipe, else 0.
         curvature: "ggn" (exact over the outputs; not for sequences), "empirical_fisher",
@@ -83,20 +84,21 @@ def fit_laplace(
         samples: labels drawn per example for "mc_fisher".
         rank: r of "lowrank"; None: as many as explain 95 % of Σ_i tr(Λ_i V_i), up to 4,000. The
             record holds ``rank`` and ``explained``, the least share that is explained.
-        prior: an earlier posterior N(m₀, S₀⁻¹) in place of the prior, of a model with the same
-            parameters and any data; that of a :class:`~blr_analysis.sensitivity.WhatIf`, too. The
-            objective is then Σ_i ℓ_i + ½ (θ − m₀)ᵀ S₀ (θ − m₀), and S = S₀ + Σ_i ∇²ℓ_i (K&R,
-            section 5). For a linear model this is the posterior of both data sets. The structure
-            must be the prior's own, which is "diag", "kron" (new data are projected on the prior's
-            basis) or "full", or it is "full".
-        sampled: of sequences, look at no more than 256 random ones and multiply what they sum, for
-            "kron" and "diag". The distance from the minimum is then an upper bound.
-        unfinished: a folder in which the fit stores its progress. The same call, made again after
-            the process was ended, goes on from there and comes to the same bits. You remove it.
+        prior: an earlier posterior N(m₀, S₀⁻¹) in place of the prior, also that of a
+            :class:`~blr_analysis.sensitivity.WhatIf`. Its model must have the same parameters; its
+            data may be any. The objective is then Σ_i ℓ_i + ½ (θ − m₀)ᵀ S₀ (θ − m₀), and S = S₀ +
+            Σ_i ∇²ℓ_i (K&R, section 5). For a linear model this is the posterior of both data sets.
+            The structure must be the prior's own, which is "diag", "kron" (new data are projected
+            on the prior's basis) or "full", or it is "full".
+        sampled: for sequences with "kron" or "diag": fit to at most 256 random ones, and scale
+            their sum up. The distance from the minimum is then an upper bound.
+        unfinished: a folder in which the fit stores its progress. If the process is killed, make
+            the same call again: it continues, and ends with the same bits. Remove the folder
+            yourself.
 
     Returns:
-        The posterior. ``.at_minimum`` says whether the weights minimise the task's loss; where they
-        do not, ``.earlier`` holds the posteriors at the task's checkpoints.
+        The posterior. ``.at_minimum`` says whether the weights minimise the task's loss. If they do
+        not, ``.earlier`` holds the posteriors at the task's checkpoints.
 
     Raises:
         PosteriorError: ``initial`` is of another model, or no δ can be found.

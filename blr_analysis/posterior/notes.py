@@ -14,8 +14,8 @@ from blr_analysis.posterior.reach import note_of_unreached
 GUESSED_TEMPERATURE = 0.15  # τ of Kronecker fits of classifiers: python -m benchmarks.field
 MOSTLY_SATURATED = 0.5  # share of predictions that are exactly 0 or 1
 MOSTLY_START = (
-    "{:.0%} of the precision is its start, as weights were drawn in training: it says little of "
-    "single weights"
+    "{:.0%} of the precision is what the optimizer started with: it says little about single "
+    "weights"
 )
 SATURATED = "{:.0%} of predictions are exactly 0 or 1, without curvature: are the logits scaled?"
 
@@ -58,9 +58,9 @@ def _note_of_scale(facts: Facts, structure: str) -> str:
         return ""
     if stationarity.near:
         return f"model {stationarity.verdict}"
-    scale = "off the minimum: a ranking, without sizes until calibrate measures them"
+    scale = "off the minimum: only rankings hold, until calibrate measures the sizes"
     if temperature_is_guessed(facts, structure):
-        scale = "off the minimum: sizes rest on a guess, calibrate measures them"
+        scale = "off the minimum: sizes rest on a guess, until calibrate measures them"
     return "; ".join(filter(None, [note_of_recipe(facts.rerun), scale]))
 
 
@@ -80,5 +80,7 @@ def note_of_drawn_labels(drawn: Mapping[str, Any] | None) -> str:
     n_labels = drawn["labels"]
     labels = f"{n_labels} drawn label{'s' if n_labels > 1 else ''}"
     if "outputs" not in drawn:
-        return f"the curvature is by {labels} of each {drawn['of']}"
-    return f"the curvature of {drawn['outputs']:,} outputs is by {labels} of each example"
+        return f"the curvature is estimated from {labels} of each {drawn['of']}"
+    return (
+        f"the curvature of {drawn['outputs']:,} outputs is estimated from {labels} of each example"
+    )

@@ -63,7 +63,7 @@ class Prior:
         if not isinstance(given, Mapping):
             return cls({None: given})
         if any(has_one_for_each_weight(value) for value in given.values()):
-            raise PosteriorError("a δ for every weight is fit_laplace's prior_precision alone")
+            raise PosteriorError("only fit_laplace takes a prior_precision for every weight")
         return cls(dict(given))  # type: ignore[arg-type]
 
     @classmethod
@@ -215,8 +215,8 @@ def _check_initial(initial: Any, params: Mapping[str, Tensor]) -> None:
         raise PosteriorError(f"initial belongs to another model: {mismatch}")
     if _share_memory(params, initial):
         raise PosteriorError(
-            "initial is the model's own memory, which training changed: "
-            "copy.deepcopy(model.state_dict()) before it"
+            "initial shares the model's memory, which the training changed: before it, take "
+            "copy.deepcopy(model.state_dict())"
         )
 
 

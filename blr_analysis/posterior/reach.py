@@ -53,11 +53,11 @@ def note_of_unreached(names: Sequence[str]) -> str:
     """One line on parameters that no gradient reaches; "" if there are none.
 
     >>> note_of_unreached(["experts.up[2]", "experts.down[2]"])
-    "no gradient reaches 'experts.up[2]', 'experts.down[2]': the data say nothing of them"
+    "no gradient reaches 'experts.up[2]', 'experts.down[2]': the data say nothing about them"
     """
     if not names:
         return ""
     listed = ", ".join(map(repr, names[:NAMED]))
     n_more = len(names) - NAMED
     more = f" and {n_more} more" if n_more > 0 else ""
-    return f"no gradient reaches {listed}{more}: the data say nothing of them"
+    return f"no gradient reaches {listed}{more}: the data say nothing about them"

@@ -35,7 +35,8 @@ SMALLEST = 1e-7  # the rounding of the smallest weights in float16
 LEAST_SIZE = 1e-6  # a smaller largest number counts as this, so that zeros are compared too
 TINY_NORM = 1e-150  # joins the norm of a mean, so that a mean of zeros does not divide by 0
 OTHER_WEIGHTS = (
-    "the posterior stands at other weights than the model: all numbers are of those weights"
+    "the posterior was learned at other weights than the model has: all numbers belong to those "
+    "weights"
 )
 OTHER_DATA = {"outputs": "another model or other inputs", "targets": "other targets"}
 OTHER_DATA_OR_LOSS = OTHER_DATA | {"losses": "another loss"}

@@ -261,8 +261,8 @@ class KroneckerRecorder(Reader):
         if are_there and not self.accumulates:
             self.accumulates = True
             warnings.warn(
-                "gradients of k passes add up: where the loss is divided by k, give scale=1/k, "
-                "else factors are k² times too small",
+                "the gradients of k passes add up: if you divide the loss by k, pass scale=1/k, "
+                "or the factors are k² times too small",
                 stacklevel=2,
             )
 

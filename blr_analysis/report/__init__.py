@@ -41,19 +41,19 @@ def report(
 ) -> Path:
     """Run every analysis of a task and write the results as one HTML file.
 
-    The page needs no network and no program but a browser: an interactive memory map, every
-    example as a row to sort, search and export, suspicious labels with keep, relabel and drop,
-    groups taken out, and what each of some test examples rests on. It begins with how far all
-    that can be trusted. With thumbnails of 10,000 examples it takes less than 6 MB; of more
-    examples, it shows 10,000 one by one.
+    The page needs only a browser, and no network. It has the rows that look wrong, to keep, relabel
+    or drop; the groups, each left out; the training examples behind some test predictions; how far
+    all this can be trusted; an interactive memory map; and every example as a row to sort, search
+    and export. With thumbnails of 10,000 examples it takes less than 6 MB. It shows at most 10,000
+    examples one by one.
 
     Args:
         task: the model and the data it was trained on; metadata become columns, and a column of
             sentences the examples' text.
         posterior: learned on those data.
         path: the file to write; an earlier file is replaced.
-        test: further examples: how well they are predicted, and which training examples each of
-            some of them rests on.
+        test: further examples. The page says how well they are predicted, and shows the training
+            examples behind some of these predictions.
         by, passes: which groups are taken out and how, as in ``blr_analysis.audit.investigate``.
         images: one image per training example, see :func:`blr_analysis.plots.image_of`; None: the
             task's own inputs if they are images.

@@ -199,7 +199,7 @@ def class_names(findings: Findings, classes: Sequence[str] | None) -> dict[int, 
     has_classes = task.likelihood.is_classification and set(class_columns) <= set(table)
     if not has_classes:
         if classes is not None:
-            raise InputError("classes= names classes, which these targets are not")
+            raise InputError("classes= is given, but the targets are no classes")
         return None
     count = 1 + int(table[class_columns].to_numpy().max())
     if classes is None:

@@ -79,7 +79,7 @@ def acquire(
     if positive_int("k", k) > task.n_data:
         raise InputError(f"k={k}, but there are {task.n_data} inputs to choose from")
     if positive_int("draws", draws) < 2:
-        raise InputError("a single draw has nothing to disagree with; take draws=128")
+        raise InputError("draws=1 cannot measure disagreement; take draws=128")
     at_least(0, "seed", seed)
     q = posterior.on(task, same_data=False).as_drawn
     generator = torch.Generator().manual_seed(seed)

@@ -36,9 +36,11 @@ from blr_analysis.task import Task
 PASSES = 200  # over the new data and the memory
 MOVES = 20  # that one preconditioner serves
 NEGLIGIBLE = 1e-3  # nats that F is expected to fall by in the next move
-NO_MEMORY_NOTE = "old data by a quadratic around the old weights alone: memory= keeps some of them"
-OFF_MINIMUM_NOTE = "the old model is off its minimum: the memory leaves the posterior inexactly"
-NOT_DONE_NOTE = "the descent was not done: give more passes="
+NO_MEMORY_NOTE = (
+    "the old data are only approximated around the old weights: memory= keeps some of them"
+)
+OFF_MINIMUM_NOTE = "the old model is off its minimum, so that subtracting the memory is inexact"
+NOT_DONE_NOTE = "the descent did not end: give more passes="
 
 
 @torch.inference_mode(False)  # also where the caller switched it on
@@ -50,7 +52,7 @@ def adapt(
     evaluate: Task | None = None,
     passes: int = PASSES,
 ) -> WhatIf:
-    """The model after new data, with what is known of the old ones in their place.
+    """The model after new data, with the posterior in place of the old data.
 
         F(θ) = Σ_{i new} ℓ_i(θ) + Σ_{i∈M} ℓ_i(θ) + ½ (θ − m^{\\M})ᵀ S^{\\M} (θ − m^{\\M})
 
@@ -62,8 +64,9 @@ def adapt(
     Args:
         task: the NEW data; its model names the parameters, its weights are not read.
         posterior: learned on the old data, of structure "full", "kron" or "diag".
-        memory: a task with those old examples that can still be read; None: none. The posterior
-            must have seen them. They count once, and no other old example counts less for it.
+        memory: a task with the old examples that you still have; None: none. The posterior must
+            have seen them. They are counted once, and the weight of other old examples does not
+            change.
         evaluate: where to measure; default: the new data.
         passes: over new data and memory, at most.
 

@@ -61,9 +61,9 @@ def calibrate(
 ) -> Any:
     """The same posterior with a measured ``temperature`` and ``temperature_error``.
 
-    Off a minimum it takes one training by the task's recipe. At a minimum it takes a descent of at
-    most 40 passes over the data for each example of the probe. τ multiplies V in sensitivity,
-    leave-one-out and influence.
+    Away from a minimum it trains once by the task's recipe. At a minimum it descends without each
+    example of the probe, in at most 40 passes over the data for each. τ multiplies V in
+    sensitivity, leave-one-out and influence.
 
     Args:
         task: the model, the data it was trained on, and its recipe.

@@ -64,8 +64,8 @@ def ending_note(
                 return ""
     mean_ending = float(torch.stack(at_endings).mean())
     return (
-        f"the recipe's trainings end at a training loss of {mean_ending:.3g}, "
-        f"the model's at {float(at_model.mean()):.3g}: another training"
+        f"the recipe's trainings end at a training loss of {mean_ending:.3g}, the model's at "
+        f"{float(at_model.mean()):.3g}: the recipe is of another training"
     )
 
 

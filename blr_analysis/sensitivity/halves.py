@@ -80,7 +80,7 @@ class Retraining:
             return "all retrainings are in the file: none is made"
         retrainings = f"{count} retrainings on half of the data"
         if self.recipe.train is not None:
-            return f"{retrainings} by your train=; the first shows how long they take"
+            return f"{retrainings} by your train=; the first one shows how long they take"
         first_half = random_halves(self.task.n_data, 1)[0]
         seconds_each = seconds_of(self.task, self._parts(first_half), self.recipe, FIRST_SEED)
         total = duration(count * seconds_each)

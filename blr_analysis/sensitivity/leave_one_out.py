@@ -42,14 +42,13 @@ def leave_one_out(
             move is added to the outputs of the last run. A fitted probabilistic model of
             :mod:`blr_analysis.learning_rule.inference` has its data and needs no task,
             ``leave_one_out(fitted)`` or ``leave_one_out(None, fitted)``: its sites are subtracted.
-        correction: "first_order", "cavity", or "auto": the cavity at a minimum for structures with
-            the whole curvature ("full", "lowrank"), else first order. Where the leverage is too
-            close to 1 for the cavity, the correction is "bounded". The table's column
-            ``correction`` says which one each example has.
-        refine: the number of examples that a descent on all other examples and a forward pass
-            answer, in place of the formula ("descent"). They are the examples whose loss is
-            estimated to change most. Each takes about 12 passes over the data. Only for a model at
-            the minimum of its own objective.
+        correction: "first_order", "cavity", or "auto". "auto" takes the cavity at a minimum for
+            structures with the whole curvature ("full", "lowrank"), and else the first order. If
+            the leverage is too close to 1 for the cavity, the correction is "bounded". The table's
+            column ``correction`` says which one each example has.
+        refine: how many examples to solve by a descent on all other examples, in place of the
+            formula ("descent"). They are those whose loss should change most. Each takes about 12
+            passes over the data. Only for a model at the minimum of its objective.
 
     Returns:
         The left-out predictions; for sequences (likelihood "tokens", "causal_lm") and for sums of

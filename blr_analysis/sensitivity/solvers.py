@@ -62,8 +62,8 @@ WAYS = {
     "replay": "by short trainings",
     "retrain": "by whole trainings",
 }
-ONE_STEP_NOTE = "off the minimum: one step, a ranking of changes"
-DESCENT_NOTE = "off the minimum: shows training that goes on"
+ONE_STEP_NOTE = "off the minimum: one step only ranks changes"
+DESCENT_NOTE = "off the minimum: the change includes further training"
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Cost:
     def __str__(self) -> str:
         way = WAYS[self.solver]
         if math.isnan(self.passes):
-            return f"{way} by your train=; the first shows how long they take"
+            return f"{way} by your train=; the first one shows how long they take"
         if self.passes == 0:
             return way
         return f"{way}: {self.passes:.0f} passes over the data, about {duration(self.seconds)}"
@@ -339,7 +339,7 @@ def descended(solvers: Solvers, change: Change) -> WhatIf:
 def replayed(solvers: Solvers, change: Change) -> WhatIf:
     """Short trainings with and without the change, from the same weights, in the same order."""
     if solvers.recipe.train is not None:
-        raise InputError("a recipe of train= cannot be shortened: solver='retrain'")
+        raise InputError("a recipe of train= cannot be shortened: use solver='retrain'")
     recipe = solvers.recipe.shortened(solvers.settings.passes or EPOCHS)
     objective = changed_objective(solvers.task, solvers.posterior, change)
     parts = _parts_at(objective, objective.places)

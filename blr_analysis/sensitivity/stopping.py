@@ -83,7 +83,9 @@ class Best:
         model = self.task.model.eval()
         nll = evaluated(self.task.quiet, self.task.parameters())[0].nll
         if not math.isfinite(nll):
-            raise InputError(f"the mean loss of the recipe's validation= is {nll}: none counts?")
+            raise InputError(
+                f"the mean loss of the recipe's validation= is {nll}: are all its labels ignored?"
+            )
         self.epochs_since += 1
         if nll < self.nll:
             self.nll = nll

@@ -180,7 +180,7 @@ def none_called(suspects: Suspects, kind: Sequence[str]) -> str:
     if likeliest == 0:
         reason = "left-out predictions explain labels no better than the classes' shares do"
     elif likeliest < UNLIKELY:
-        reason = "the run's predictions explain all labels as they are (learned by heart?)"
+        reason = "the predictions along the training fit all labels as they are (learned by heart?)"
     else:
         reason = "none is more likely wrong than right"
     return f"no label is called wrong ({contradicted} contradicted): {reason}; read the ranking"

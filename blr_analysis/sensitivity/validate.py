@@ -31,7 +31,7 @@ from blr_analysis.task import Task
 
 INFLUENCE = "influence"  # the name of the package's own row
 FEWEST = 4  # halves: of fewer a rank correlation says nothing
-ONE_SEED = "of a single seed the ceiling is not known"
+ONE_SEED = "a single seed gives no ceiling"
 ALL_ALIKE = "every retraining gave the same losses: nothing can be compared"
 MOSTLY_NOISE = "two seeds do not agree beyond chance: take more seeds or halves"
 
@@ -161,22 +161,22 @@ def validate(
         score = mean_j  rank correlation over halves S of  −Σ_{i∈S} a_ij  and  ℓ_j(S)
 
     ℓ_j(S) is the loss of test example j after retraining on S, a mean over seeds. It costs
-    ``halves`` × ``seeds`` trainings on half of the data. What that takes is said on standard error
-    first, unless the task's ``progress`` is False.
+    ``halves`` × ``seeds`` trainings on half of the data. Their time is printed first (on standard
+    error), unless the task's ``progress`` is False.
 
     Args:
         task: the model, the data it was trained on, and its recipe.
         posterior: learned on those data, or a list of those of several runs, whose influence is
             compared; None: the methods in ``scores`` alone.
         test_task: the examples whose losses are asked about, under the same likelihood.
-        scores: of other methods by name: a matrix ``[N_train, N_test]`` (tensor, array, or the path
-            of a ``.npy`` or ``.parquet`` file), larger where training on i lowers the loss of j
-            more.
+        scores: the scores of other methods by name, each a matrix ``[N_train, N_test]`` (tensor,
+            array, or the path of a ``.npy`` or ``.parquet`` file). A score is the larger, the more
+            training on i lowers the loss of j.
         halves: how many random halves, at least 4.
         seeds: trainings of each half; a single one gives no ceiling.
         passes: epochs of each retraining, of a shortened recipe; None: those of the recipe.
-        keep: a ``.safetensors`` file in which the retrained losses are kept. What it has is not
-            made again: a killed study goes on, and another method costs nothing.
+        keep: a ``.safetensors`` file for the retrained losses. Losses that it holds already are not
+            computed again, so a killed study continues, and another method costs nothing.
 
     Returns:
         A :class:`~blr_analysis.sensitivity.Validation`: ``.table``, ``.plot()``, ``.ceiling``,

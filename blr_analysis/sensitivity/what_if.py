@@ -39,8 +39,8 @@ def what_if(
 ) -> WhatIf:
     """The model that other data would have given, predicted in one step or by short trainings.
 
-    What trainings and a descent take is said on standard error first, where it is more than a
-    second, unless the task's ``progress`` is False.
+    If the trainings or the descent take more than a second, their time is printed first (on
+    standard error), unless the task's ``progress`` is False.
 
     Args:
         task: the model, the data it was trained on, and its ``recipe``. Without a recipe, that of
@@ -49,8 +49,8 @@ def what_if(
             are averaged; the last run is the model. A fitted probabilistic model of
             :mod:`blr_analysis.learning_rule.inference` needs no task, ``what_if(fitted, remove=...,
             add=data, evaluate=data)``. Its sites are subtracted, and steps of the rule on the
-            changed data follow, until they stand still or ``passes`` in number; ``error`` estimates
-            how far that is from a new fit.
+            changed data follow until they change nothing, at most ``passes`` of them; ``error``
+            estimates how far the result is from a new fit.
         remove: a boolean mask ``[N]``, indices, a slice, a query string (``"annotator == 'eve'"``),
             or a function of a row of the scores' table (``lambda row: row.target == 3``). A pandas
             Series is a mask by its own index, a pandas Index names rows.

@@ -342,7 +342,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         "same weights",
     ),
     (lambda: GaussianMixture(t(0.5, 0.5), PAIR).expected_point(), "numbers have no mean"),
-    (lambda: Categorical(t(0.0, 1.0)).expected_point(), "is no class"),
+    (lambda: Categorical(t(0.0, 1.0)).expected_point(), "has no mean"),
 ]
 
 

@@ -233,7 +233,7 @@ REFUSED: list[tuple[str, str]] = [
     ("[" * 600 + "]" * 600, "YAML"),
     ("\n".join([*BOMB, "merge_method: linear", "models: *a29"]), "expected keys and values"),
     (BOTH, "merge_method: Field required"),
-    (HEAD, "models: Field required"),
+    (HEAD, "write models: or slices:"),
     (HEAD + BOTH + "modls: 3", "modls: there is no such key"),
     (HEAD + "models: [{model: 3}]", r"models\.0\.model: .*string"),
     (HEAD + "models: []", "models: .*at least 1"),
@@ -246,10 +246,10 @@ REFUSED: list[tuple[str, str]] = [
     (HEAD + BOTH + "dtype: int8", "'bfloat16', 'float16'"),
     (
         HEAD + BOTH + "slices: [{sources: [{model: ft1}]}]",
-        r"slices: .*\(perhaps mergekit does this\)",
+        r"models: or slices:, .*\(mergekit may support this\)",
     ),
     (HEAD + BOTH + "tokenizer: {source: ft1, tokens: {}}", "tokenizer.tokens: .*mergekit"),
-    ("merge_method: passthrough\n" + BOTH, "'passthrough' is none of .*mergekit does this"),
+    ("merge_method: passthrough\n" + BOTH, "'passthrough' is none of .*use mergekit"),
     ("merge_method: task_arithmetic\n" + BOTH, "needs the base"),
     (TASK + "models: [{model: base}]", "no model beside the base"),
     (TASK + "models: [{model: ./ft1+./ft2}]", r"write base_model: \./ft1"),
@@ -262,15 +262,15 @@ REFUSED: list[tuple[str, str]] = [
     (HEAD + "models: [{model: lora}]", "'lora' is an adapter: name its base_model"),
     (HEAD + "models: [{model: ~nobody_here/x}]", "names no file"),
     ("merge_method: slerp\nbase_model: base\n" + ONE, "no t"),
-    (HEAD + "models: [{model: ft1, data: ft1/config.json}, {model: ft2}]", "data: stand for"),
-    (FISHER + "[{model: ft1, data: recipe.yml, precision: ft1/precision}]", "beside data"),
+    (HEAD + "models: [{model: ft1, data: ft1/config.json}, {model: ft2}]", "data: replaces"),
+    (FISHER + "[{model: ft1, data: recipe.yml, precision: ft1/precision}]", "leave one out"),
     (
         "merge_method: dellla\nbase_model: base\nmodels: [{model: ft1, parameters: {eps: 1}}]",
         "dellla",
     ),
     (
         "merge_method: passthrough\nslices: [{sources: [{model: ft1, layer_range: [0, 1]}]}]",
-        "stacks",
+        "stack layers",
     ),
     ("base_model: base\ngate_mode: hidden\nexperts: []", "mergekit-moe"),
     ("genome: {}", "mergekit-evolve"),
@@ -295,7 +295,7 @@ def test_slices_of_all_layers_are_models(read: Read) -> None:
         assert weight_of(second, "layers.1.mlp.weight") == 1
     first_slice = layer_slice.format("[0, 1]")
     second_slice = "{sources: [{model: ft1, layer_range: [1, 2]}]}"
-    with pytest.raises(InputError, match="of its own"):
+    with pytest.raises(InputError, match="their models or parameters differ"):
         read(f"merge_method: linear\nslices: [{first_slice}, {second_slice}]")
 
 

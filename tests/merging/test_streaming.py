@@ -300,7 +300,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"seeds": 1}, "takes no 'seeds'"),
     ({**BARE, "method": "linear", "weights": [1.0, -1.0]}, "sum to 0"),
     ({"max_memory": 1000}, "max_memory=1000 bytes is too little"),
-    ({**FISHER, "shrink": 0.9}, "shrink is of precisions with factors"),
+    ({**FISHER, "shrink": 0.9}, "shrink needs precisions with factors"),
     ({**FISHER, "shrink": 1.1}, "shrink must be"),
     ({**FISHER, "power": True}, "power must be"),
     # an argument without effect

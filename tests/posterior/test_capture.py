@@ -440,7 +440,7 @@ def test_an_estimate_that_is_mostly_its_start_is_said_to_be(
     hess = torch.cat([optimizer.state[p]["hess"].flatten() for p in model.parameters()])
     left = min(weight * start / float(hess.mean()), 1.0)
     assert share == pytest.approx(weight if start < 1 else left)
-    assert "of hess is its start, which was taken off" in q.note
+    assert "of hess is its start, which was subtracted" in q.note
     q.save(tmp_path / "q.safetensors")
     loaded = Posterior.load(tmp_path / "q.safetensors")
     assert repr(loaded) == repr(q)

@@ -149,7 +149,7 @@ def test_labels_are_drawn_where_outputs_are_many() -> None:
     settings = {"structure": "diag", "prior_precision": 1.0}
     exact = fit_laplace(task, curvature="ggn", **settings)
     fits = [fit_at_weights(task, seed=seed, **settings) for seed in range(20)]
-    assert "260 outputs is by 16 drawn labels" in fits[0].note
+    assert "260 outputs is estimated from 16 drawn labels" in fits[0].note
     assert "drawn" not in exact.note
     for name in exact.mean:
         drawn = torch.stack([q.precision(name) for q in fits])

@@ -347,7 +347,7 @@ CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [
     (lambda p: resumed_from({"done": "a", "snapshots": {}}), InputError, "no state"),
     (lambda p: resumed_from({"done": 1, "snapshots": 3}), InputError, "no state"),
     (lambda p: resumed_from({"done": 1, "snapshots": {1: {}}}), ModelError, "another model's"),
-    (lambda p: unfrozen_meanwhile(), ModelError, "unfreezes"),
+    (lambda p: unfrozen_meanwhile(), ModelError, "unfroze"),
 ]
 
 

@@ -98,7 +98,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"k": 13}, "k=13, but there are 12"),
     ({"k": 0}, "k must be a positive integer"),
     ({"by": "entropy"}, "by must be one of"),
-    ({"draws": 1}, "a single draw"),
+    ({"draws": 1}, "draws=1"),
     ({"seed": "a"}, "seed must be a whole number"),
     ({"draws": 2**27}, "fewer draws"),
     ({"task": nn.Linear(3, 1)}, "task must be"),

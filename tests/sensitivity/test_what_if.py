@@ -198,7 +198,7 @@ def test_the_cost_of_a_training_function_is_known_after_the_first() -> None:
     task, q = trained_network(progress=False)
     task.recipe = blr.Recipe(train=lambda data, seed: task.model)
     cost = cost_of_what_if(task, q, remove=list(range(9)), solver="retrain")
-    assert str(cost) == "by whole trainings by your train=; the first shows how long they take"
+    assert str(cost) == "by whole trainings by your train=; the first one shows how long they take"
 
 
 def test_trainings_of_a_function_show_how_many_are_left(

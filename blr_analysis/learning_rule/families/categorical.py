@@ -99,7 +99,7 @@ class CategoricalFamily(ExponentialFamily):
         return (self.probs * (self.log_probs - other.log_probs)).sum(-1)
 
     def expected_point(self) -> Tensor:
-        raise InputError("the mean of a class's number is no class: take .expectation")
+        raise InputError("a class number has no mean: use .expectation")
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Indices of classes ``[n, ...]``: where log p plus Gumbel noise is largest."""

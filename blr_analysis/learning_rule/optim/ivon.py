@@ -48,7 +48,7 @@ def size_of(groups: list[dict[str, Any]]) -> float:
     weights = [p for p in tensors if p.ndim > 1] or tensors
     sum_of_squares = sum(float(p.double().square().sum()) for p in weights)
     if sum_of_squares == 0:
-        raise InputError('hess_init="weights" goes by weights that are trained; these are all 0')
+        raise InputError('hess_init="weights" needs trained weights; these are all 0')
     return math.sqrt(sum_of_squares / sum(p.numel() for p in weights))
 
 

@@ -165,7 +165,7 @@ class RowOptimizer(RowState):
             return self._open
         has_posterior = self._hess_is_precision or self._posterior_look is not None
         if not train and not has_posterior:
-            raise OptimizerError(f"{self.algorithm} learns no posterior: fit_laplace makes one")
+            raise OptimizerError(f"{self.algorithm} learns no posterior: use fit_laplace")
         return Draw(
             train=train,
             noisy=self._is_noisy(train),

@@ -104,7 +104,9 @@ def from_optimizer(
     optimizer = unwrap(optimizer)
     reader = reader_of(optimizer)
     if getattr(optimizer, "_open", None) is not None:
-        raise OptimizerError("inside sampled_params the weights are a sample: leave the context")
+        raise OptimizerError(
+            "inside sampled_params the weights are a sample: call this after the block"
+        )
     divided(model)
     slots = _slots(optimizer, model, reader.key, gather)
     kind = type(optimizer)

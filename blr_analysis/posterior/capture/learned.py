@@ -116,13 +116,13 @@ class Curvature:
         """What to know and to do about it, in one line; "" if nothing."""
         if self.definition == HESS_WITH_START:
             return (
-                "the start of hess is still in it, for nobody counted its steps: capture from the "
-                "live optimizer"
+                "hess still contains its start, because its steps were not counted: capture "
+                "from the live optimizer"
             )
         if self.is_noise and self.batch_size is not None:
             return (
-                "hess is noise, its sum too: the precision is of squared gradients, and its scale "
-                "a guess; pass batch_size="
+                "hess is only noise: the precision comes from squared gradients, and its scale "
+                "is a guess; pass batch_size="
             )
         if self.is_noise:
             return (
@@ -134,8 +134,11 @@ class Curvature:
             return ""
         share = f"{initial_share:.0%} of hess is its start"
         if self.batch_size is not None:
-            return f"{share} and the rest too noisy: the precision is of squared gradients"
-        return f"{share}, which was taken off: with steps= and more epochs less of it is left"
+            return f"{share} and the rest is too noisy: the precision comes from squared gradients"
+        return (
+            f"{share}, which was subtracted; pass steps= and train for more epochs to leave "
+            "less of it"
+        )
 
 
 def curvature_of(

@@ -77,21 +77,21 @@ class Index:
         dtype: str = "int8",
         heard: Heard | None = None,
     ) -> Index:
-        """Visit the training data once, and store of each example what fits in ``rank`` numbers.
+        """Visit the training data once, and store ``rank`` numbers of each example.
 
-        A build that was killed goes on where it was, file by file, and ends in the same bits. An
-        index of the same data that is there is opened: all data are read, and compared by their
-        sha256.
+        A build that was killed continues file by file, and ends with the same bits. An index of the
+        same data is opened instead of built; all data are then read and compared by their sha256.
 
         Args:
             task, posterior: as for :func:`blr_analysis.influence`; of structure "diag", "kron" or
-                "gram". Of a run the index takes one checkpoint, the one nearest its half.
+                "gram". If the posterior has earlier ones, the index takes the one nearest to the
+                middle of the training.
             path: a folder, made if need be.
-            rank: room per example, in numbers of this dtype; matrices share it by how much of
-                Σ^½ g they hold. Gradients with no more numbers are stored whole.
+            rank: how many numbers to store of each example. Each matrix gets a share of them by its
+                part of Σ^½ g. Smaller gradients are stored whole.
             dtype: "int8", "float16", "float32" or "float64"; with int8 ``rank=32768`` is 32 kB per
                 example.
-            heard: is told the error of the index, before the pass over all data.
+            heard: a function that gets the error of the index, before the pass over all data.
 
         Under ``torchrun`` the ranks share the files, 256 examples each, in a folder that all see.
 
@@ -189,10 +189,11 @@ class Index:
         """The k most helpful and most harmful of every question, without the matrix.
 
         Args:
-            refine: recompute so many of either side exactly, and choose among them: one gradient
-                of each; needs ``Index.open(path, task=task)``.
-            normalize: as for :func:`blr_analysis.influence`: True or "cosine" finds what a question
-                came from, where long texts otherwise lead every list.
+            refine: how many of the most helpful and of the most harmful to compute again exactly,
+                and to choose from. It takes one gradient of each, and needs ``Index.open(path,
+                task=task)``.
+            normalize: as for :func:`blr_analysis.influence`. If long texts lead every list, True or
+                "cosine" finds what a question came from.
             harmful: False leaves these out, ``[M, 0]``.
 
         Raises:
@@ -202,7 +203,7 @@ class Index:
         """
         check_k(k, self.n_data)
         if refine and (refine < k or self._task is None):
-            raise InputError("refine= is k or more, of an index opened with task=")
+            raise InputError("refine= must be at least k, and the index opened with task=")
         quantity = quantity_of(normalize)
         questions, lengths = self._projected(test_task, normalize)
         candidates = self._best(questions, min(max(k, refine), self.n_data), normalize, harmful)

@@ -53,7 +53,10 @@ from blr_analysis.sensitivity.twins import responses_of
 from blr_analysis.sensitivity.wrong_labels import chance_of_wrong_labels
 from blr_analysis.task import Task
 
-BELOW_CHANCE = "below chance with leverages of 1 or more, no estimate: calibrate, or refine="
+BELOW_CHANCE = (
+    "no estimate: left-out predictions are below chance, with leverages of 1 or "
+    "more; calibrate, or pass refine="
+)
 # By default V_i is computed if C is at most MOST_OUTPUTS, because it takes C backward passes, and
 # if N·C² is at most MOST_NUMBERS, which are 1 GiB in float32.
 MOST_OUTPUTS = 256
@@ -176,8 +179,8 @@ class Network(Subject):
         moves.correction[solved] = DESCENT
         if len(solved) < count:
             warnings.warn(
-                f"{count - len(solved)} of {count} examples keep their estimate: each pulls at the "
-                "model less than the training that is left to do; train on to the minimum",
+                f"{count - len(solved)} of {count} examples keep their estimate: the model is "
+                "too far from its minimum to solve them; train longer",
                 RuntimeWarning,
                 stacklevel=5,
             )

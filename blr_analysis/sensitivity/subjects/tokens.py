@@ -38,7 +38,7 @@ from blr_analysis.sensitivity.subjects.network import Network
 from blr_analysis.sensitivity.training_errors import mean_errors, mean_losses
 from blr_analysis.task import Task
 
-WORSE_THAN_A_GUESS = "left-out tokens lose more than by a guess of their frequency: no estimate"
+WORSE_THAN_A_GUESS = "no estimate: left-out tokens are predicted worse than by their frequency"
 DRAWS = 4  # K, the random vectors of a sequence
 
 Draw = Callable[[Chunk, torch.Generator], Tensor]
