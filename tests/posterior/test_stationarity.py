@@ -116,7 +116,7 @@ def test_the_record_keeps_it(tmp_path: Path) -> None:
     assert "off its minimum, temperature=0.15" in repr(q)
     diag = blr.fit_laplace(task, structure="diag")
     assert diag.temperature == 1
-    assert "a ranking" in diag.note
+    assert "only rankings" in diag.note
     measured = q.changed(calibration=Calibration(0.4, error=0.1))
     assert (measured.temperature, measured.temperature_error, measured.note) == (0.4, 0.1, "")
 

@@ -168,5 +168,5 @@ def test_what_an_optimizer_learned_is_asked_as_weights_were_drawn_from_it(analys
     torch.testing.assert_close(answer(task, q.as_drawn), answer(task, drawn))
     ranked = {name: q.precision(name) for name in q.mean}
     assert all(bool((ranked[name] < drawn_with[name]).all()) for name in ranked)
-    assert "its start" in q.as_drawn.note
+    assert "the optimizer started with" in q.as_drawn.note
     assert q.as_drawn.as_drawn.start is None
