@@ -362,7 +362,7 @@ def _rows(result: Any) -> pd.DataFrame:
     method     its name; "ceiling" is the score that the noise of retraining
                allows
     score      linear datamodeling score: rank correlation with retraining     better
-    low, high  a range that is meant to hold it in four of five cases
+    low, high  a range that should hold it in four of five cases
     of_ceiling score / ceiling; NaN for a single seed
     ========== =============================================================== ============
     """

@@ -16,7 +16,7 @@ __all__ = ["plot_validation"]
 def plot_validation(result: Any, ax: Axes | None = None) -> Axes:
     """Draw the linear datamodeling score of every method, and its ceiling.
 
-    The lines at the ends of the bars are ranges that are meant to hold the score in four of five
+    The lines at the ends of the bars are ranges that should hold the score in four of five
     cases; so is the band around the ceiling.
 
     Args:

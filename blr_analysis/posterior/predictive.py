@@ -76,7 +76,7 @@ class Predictions(Tabular, Plottable):
             one line.
         probabilities: p̄ of every row, ``[M, C]``; None for regression.
         labels: the classes of the rows, or numbers shaped as the targets; None without labels.
-        variance: of the mean prediction over the draws, ``[M, C]``; None for a single network.
+        variance: that of the mean prediction over the draws, ``[M, C]``; None for a single network.
         entropy: of p̄ in nats, ``[M]``; summed over several binary outputs. None for counts, and
             where the likelihood has no noise (``MSELoss``, functions).
         information: how much of the entropy the label would settle, in nats, ``[M]``; None where

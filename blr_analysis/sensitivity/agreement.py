@@ -3,9 +3,9 @@
     c_j = rank correlation over k of −Σ_{i∈S_k} a_ij and ℓ_j(S_k),     score = mean_j c_j
 
 S_k are the examples of retraining k, ℓ_j(S_k) is the loss of test example j after it, a_ij the rise
-of ℓ_j that the scores foretell for leaving i out. The squared standard error of the score is the
+of ℓ_j that the scores predict for leaving i out. The squared standard error of the score is the
 variance of a jackknife over retrainings, plus the variance of c_j over M test examples, over M. The
-score that a method reaches which foretells all but the noise is the root of the reliability of a
+score that a method reaches which predicts all but the noise is the root of the reliability of a
 mean over S seeds, by Spearman and Brown:
 
     ceiling = √( S r / (1 + (S − 1) r) ),     r the mean rank correlation of two seeds
@@ -44,7 +44,7 @@ class Agreement:
 
     @property
     def low(self) -> float:
-        """The lower end of a range that is meant to hold the score in four of five cases."""
+        """The lower end of a range that should hold the score in four of five cases."""
         return max(self.value - FOUR_OF_FIVE * self.error, -1.0)
 
     @property
@@ -54,7 +54,7 @@ class Agreement:
 
 
 def agreement_of(name: str, matrix: Tensor, halves: Tensor, losses: Tensor) -> Agreement:
-    """How well a method foretells retrained losses.
+    """How well a method predicts retrained losses.
 
     Args:
         name: of the method.
@@ -62,12 +62,12 @@ def agreement_of(name: str, matrix: Tensor, halves: Tensor, losses: Tensor) -> A
         halves: which examples each retraining had, bool ``[K, N]``.
         losses: of the test examples after it, ``[K, S, M]`` for S seeds.
     """
-    foretold = -halves.to(torch.float64) @ matrix.to(torch.float64)
-    return _with_error(name, rank_correlations, foretold, losses.mean(1))
+    predicted = -halves.to(torch.float64) @ matrix.to(torch.float64)
+    return _with_error(name, rank_correlations, predicted, losses.mean(1))
 
 
 def agreement_of_seeds(losses: Tensor) -> Agreement:
-    """How well the losses after one seed's retrainings foretell those after another's.
+    """How well the losses after one seed's retrainings predict those after another's.
 
     Args:
         losses: ``[K, S, M]``, of two seeds or more.
@@ -103,15 +103,15 @@ def _with_error(name: str, measure: Callable[..., Tensor], *columns: Tensor) -> 
     return Agreement(name, float(defined.mean()), math.sqrt(variance), by_test)
 
 
-def rank_correlations(foretold: Tensor, losses: Tensor) -> Tensor:
-    """Spearman's correlation along the first dimension, ``[M]``: 0 where what is foretold is
+def rank_correlations(predicted: Tensor, losses: Tensor) -> Tensor:
+    """Spearman's correlation along the first dimension, ``[M]``: 0 where what is predicted is
     always the same, NaN where the losses are."""
     centre = (len(losses) + 1) / 2
-    foretold_ranks = ranks_of(foretold) - centre
+    predicted_ranks = ranks_of(predicted) - centre
     loss_ranks = ranks_of(losses) - centre
     loss_norms = loss_ranks.norm(dim=0)
-    norms = foretold_ranks.norm(dim=0) * loss_norms
-    correlations = (foretold_ranks * loss_ranks).sum(0) / norms.clamp_min(1e-12)
+    norms = predicted_ranks.norm(dim=0) * loss_norms
+    correlations = (predicted_ranks * loss_ranks).sum(0) / norms.clamp_min(1e-12)
     return correlations.masked_fill(loss_norms == 0, math.nan)
 
 

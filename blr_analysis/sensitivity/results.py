@@ -90,7 +90,7 @@ class Scores(PerExample, Plottable):
     =============== ================== ======================== ================================
 
     Attributes:
-        losses: in nats; of a sequence it is the SUM over the tokens that count.
+        losses: in nats; for a sequence, the SUM over the tokens that count.
         error: it points from the target to the prediction.
         variance: under the posterior that includes example i; None if it was not computed, as for
             large C.
@@ -99,7 +99,7 @@ class Scores(PerExample, Plottable):
             units of f; for a sum of sites the fall of the example's log-predictive, in nats, which
             is NaN where nothing was observed.
         self_influence: g_iᵀ Σ g_i = e_iᵀ V_i e_i, the first-order rise of the example's own loss,
-            in nats, when it is left out. Of a sequence it grows with the length, as ℓ_i does.
+            in nats, when it is left out. For a sequence it grows with the length, as ℓ_i does.
         table: all columns as a DataFrame, one row per example, with the task's metadata.
     """
 
@@ -193,8 +193,8 @@ class LeaveOneOut(PerExample, Plottable):
     examples stay as they are.
 
     Attributes:
-        losses: ℓ(y_i, f_i^{\\i}) in nats, ``[N]``. Of a sequence it is the SUM over its tokens, to
-            first order; of a sum of sites −log p(y_i | λ − λ̃_i), NaN where nothing was observed.
+        losses: ℓ(y_i, f_i^{\\i}) in nats, ``[N]``. For a sequence it is the SUM over its tokens, to
+            first order; for a sum of sites −log p(y_i | λ − λ̃_i), NaN where nothing was observed.
         losses_before: the losses with the example, ``[N]``.
         logits: f_i^{\\i}, ``[N, C]`` (means or log-rates for regression).
         deviation: how far each prediction moves, as in :class:`Scores`.
@@ -381,7 +381,7 @@ class WhatIf(Noted, Plottable):
         applied_nll: the loss of this model on ``evaluate``; None for a sum of sites.
         passes: forward and backward passes over the data; for a sum of sites, steps of the rule
             after the subtraction.
-        converged: of "cg" and of steps of the rule, whether nothing was left to gain.
+        converged: for "cg" and steps of the rule, whether nothing was left to gain.
         targets: the targets of ``evaluate``; None for a sum of sites.
         removed, added, relabelled: the numbers of examples.
     """
@@ -521,8 +521,8 @@ class Suspicions(PerExample, Plottable):
     """The result of :func:`blr_analysis.suspicious`; larger scores are more suspicious.
 
     Attributes:
-        losses: the mean unweighted loss over the run, in nats ``[N]``; of sequences per token.
-        training: the unweighted loss at the end of the run, ``[N]``.
+        losses: the mean unweighted loss over the training, in nats ``[N]``; per token for texts.
+        training: the unweighted loss at the end of the training, ``[N]``.
         left_out: the unweighted left-out loss, ``[N]``.
         wrong: P(y_i is wrong), ``[N]``, from the left-out predictions. If their scale was not
             measured, it is from the mean of their logits and those of the checkpoints, which makes

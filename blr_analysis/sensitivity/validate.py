@@ -1,7 +1,7 @@
 """How far influence agrees with retraining, measured on a user's own model.
 
 The model is retrained on random halves of its data by its own recipe. The linear datamodeling score
-(:mod:`blr_analysis.sensitivity.agreement`) says how well influence, or any other method, foretells
+(:mod:`blr_analysis.sensitivity.agreement`) says how well influence, or any other method, predicts
 the losses after these retrainings. The ceiling says how well the noise of retraining allows it.
 """
 

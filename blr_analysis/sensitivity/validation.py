@@ -23,10 +23,10 @@ class Validation(Noted, Tabular, Plottable):
 
     Attributes:
         agreements: the linear datamodeling score of each method, the best first.
-        seeds_agree: the rank correlation of two seeds of retraining; None of a single seed.
+        seeds_agree: the rank correlation of two seeds of retraining; None for a single seed.
         halves: which examples each half has, bool ``[K, N]``.
-        losses: of the test examples after each retraining in nats, ``[K, S, M]``.
-        epochs: of a retraining; 0 of a ``train=``.
+        losses: those of the test examples after each retraining, in nats, ``[K, S, M]``.
+        epochs: those of a retraining; 0 for a ``train=``.
         table: one row for each method, and one for the ceiling.
     """
 
@@ -43,15 +43,14 @@ class Validation(Noted, Tabular, Plottable):
 
     @property
     def ceiling(self) -> float:
-        """The score of a method that foretells the losses but for the noise of the seeds; NaN of a
-        single seed."""
+        """The score of a method that predicts all but the noise of the seeds; NaN for one seed."""
         if self.seeds_agree is None:
             return math.nan
         return ceiling_of(self.seeds_agree.value, self.seeds)
 
     @property
     def ceiling_range(self) -> tuple[float, float]:
-        """A range that is meant to hold the ceiling in four of five cases."""
+        """A range that should hold the ceiling in four of five cases."""
         if self.seeds_agree is None:
             return math.nan, math.nan
         low = ceiling_of(self.seeds_agree.low, self.seeds)

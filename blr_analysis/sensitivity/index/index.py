@@ -50,10 +50,10 @@ class Index:
 
     Attributes:
         path: the folder.
-        posterior: under which gradients are compared.
+        posterior: the posterior under which gradients are compared.
         error: how far its influence is from the exact one, on pairs of training examples.
-        n_data: examples that are stored.
-        numbers: stored of each.
+        n_data: the number of examples.
+        numbers: how many numbers are stored of each.
     """
 
     path: Path
