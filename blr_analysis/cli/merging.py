@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blr_analysis.cli.options import Shared, dry_run, read_size
-from blr_analysis.errors import InputError
+from blr_analysis.errors import BLRError, InputError
 from blr_analysis.terminal import Teller
 
 if TYPE_CHECKING:
+    from blr_analysis.merging.adapter import AdapterReport
     from blr_analysis.merging.auto import Choice
     from blr_analysis.merging.job import Job
     from blr_analysis.merging.merge_plan import MergePlan
@@ -106,7 +107,9 @@ def merge(
     replaces_a_merge = check_place(target, shared)
     parsed = recipe_at(recipe, say, has_examples=bool(validate))
     will_write = target is not None and not shared.dry_run
-    if target is not None and will_write and parsed.out_adapter is not None:
+    if parsed.out_adapter is not None:
+        if target is None or not will_write:
+            return preview_adapter(parsed)
         if replaces_a_merge:
             shutil.rmtree(target)
         return write_adapter(parsed, target)
@@ -206,10 +209,29 @@ def write_adapter(recipe: Recipe, out: Path) -> dict[str, Any]:
     Returns:
         The same as plain values.
     """
+    report = adapter_of(recipe, out, dry_run=False)
+    typer.echo(f"written to {report.folder}")
+    return {"written": report.folder, **facts_of_adapter(report)}
+
+
+def preview_adapter(recipe: Recipe) -> dict[str, Any]:
+    """Print how much of the merge the rank keeps, and what the merge costs each task.
+
+    Returns:
+        The same as plain values.
+    """
+    report = adapter_of(recipe, Path("OUT"), dry_run=True)
+    prediction = forecast_of_adapter(recipe.job)
+    typer.echo("\nNothing was written (--dry-run).")
+    return dry_run(forecast=prediction, **facts_of_adapter(report))
+
+
+def adapter_of(recipe: Recipe, out: Path, *, dry_run: bool) -> AdapterReport:
+    """Merge adapters into an adapter, and print how much of the merge its rank keeps."""
     from blr_analysis.merging.adapter import merge_adapters_of
 
     assert recipe.out_adapter is not None
-    report = merge_adapters_of(recipe.job, out, recipe.out_adapter.rank)
+    report = merge_adapters_of(recipe.job, out, recipe.out_adapter.rank, dry_run=dry_run)
     worst_layer = min(report.shares, key=lambda layer: report.shares[layer], default="")
     typer.echo(f"{len(report.shares)} layers merged, of rank {report.rank} at most")
     typer.echo(
@@ -218,13 +240,29 @@ def write_adapter(recipe: Recipe, out: Path) -> dict[str, Any]:
     )
     if report.averaged:
         typer.echo(f"{len(report.averaged)} tensors of whole modules averaged")
-    typer.echo(f"written to {report.folder}")
-    return {
-        "written": report.folder,
-        "rank": report.rank,
-        "shares": report.shares,
-        "averaged": report.averaged,
-    }
+    return report
+
+
+def facts_of_adapter(report: AdapterReport) -> dict[str, Any]:
+    """What is known of a merged adapter, as plain values."""
+    return {"rank": report.rank, "shares": report.shares, "averaged": report.averaged}
+
+
+def forecast_of_adapter(job: Job) -> list[dict[str, Any]] | None:
+    """Print the forecast of the merge that an adapter is of, at its full rank.
+
+    Returns:
+        A row for each task; None where it is unknown, such as on a quantised base.
+    """
+    from blr_analysis.cli.merge_preview import show_forecast
+    from blr_analysis.merging.plan import make_plan
+
+    try:
+        plan = make_plan(job)
+    except BLRError as fault:
+        typer.echo(f"\nNo forecast: {fault}")
+        return None
+    return show_forecast(plan)
 
 
 def check_place(out: Path | None, shared: Shared) -> bool:

@@ -62,7 +62,7 @@ class AdapterReport:
     """The adapter that :func:`merge_adapters` has written.
 
     Attributes:
-        folder: the merged adapter.
+        folder: the merged adapter, or where it would be written.
         rank: the largest rank of its layers.
         shares: by layer, the share of ‖ΔW‖² that the rank keeps.
         averaged: the names of the tensors of whole modules, which are averaged.
@@ -93,6 +93,7 @@ def merge_adapters(
     weights: Sequence[float] | None = None,
     precisions: Sequence[Any] | None = None,
     base: str | os.PathLike[str] | None = None,
+    dry_run: bool = False,
 ) -> AdapterReport:
     """Merge LoRA adapters of one base into a LoRA adapter.
 
@@ -105,6 +106,7 @@ def merge_adapters(
         precisions: M_t, one of structure "gram" for each adapter: the moments of the layers'
             inputs, fitted on the base with the adapter. None: the weighted sum.
         base: the folder of the base, whose weights DoRA needs.
+        dry_run: whether the merge is computed and not written.
 
     Returns:
         The folder, and how much of the merge its rank keeps.
@@ -136,14 +138,18 @@ def merge_adapters(
         (1, 0.8)
     """
     target = Path(out).expanduser()
-    check_free(target)
+    if not dry_run:
+        check_free(target)
     if not adapters:
         raise InputError("adapters is empty: name at least one")
     alphas = _weights_of(adapters, weights)
     places = _one_per_adapter("precisions", precisions, adapters)
     is_copy = alphas == [1] and precisions is None and rank is None
     if is_copy:
-        return _copied(read_adapter(adapters[0]), target)
+        adapter = read_adapter(adapters[0])
+        if not dry_run:
+            copy_adapter(adapter, target)
+        return _report_of_copy(adapter, target)
     opened = [open_adapter(place) for place in adapters]
     if rank is not None:
         positive_int("rank", rank)
@@ -153,7 +159,8 @@ def merge_adapters(
     whole_modules = _averaged(opened, alphas)
     tensors = {**_stored_base_weights(opened), **whole_modules, **merge.tensors(products)}
     ranks = {module: len(product.right) for module, product in products.items()}
-    write_adapter(target, opened[0], tensors, ranks, use_dora=bool(merge.bases))
+    if not dry_run:
+        write_adapter(target, opened[0], tensors, ranks, use_dora=bool(merge.bases))
     return AdapterReport(
         folder=target,
         rank=max(ranks.values(), default=0),
@@ -162,7 +169,9 @@ def merge_adapters(
     )
 
 
-def merge_adapters_of(job: Job, out: str | os.PathLike[str], rank: int | None) -> AdapterReport:
+def merge_adapters_of(
+    job: Job, out: str | os.PathLike[str], rank: int | None, *, dry_run: bool = False
+) -> AdapterReport:
     """:func:`merge_adapters` of the adapters that a recipe names.
 
     Raises:
@@ -192,7 +201,13 @@ def merge_adapters_of(job: Job, out: str | os.PathLike[str], rank: int | None) -
     if job.method == "fisher":
         precisions = [member.precision for member in job.members]
     return merge_adapters(
-        places, out, rank=rank, weights=weights, precisions=precisions, base=job.base
+        places,
+        out,
+        rank=rank,
+        weights=weights,
+        precisions=precisions,
+        base=job.base,
+        dry_run=dry_run,
     )
 
 
@@ -225,9 +240,8 @@ def _opened_grams(places: Sequence[Any]) -> list[StoredPrecision]:
     return grams
 
 
-def _copied(adapter: Adapter, target: Path) -> AdapterReport:
-    """Copy an adapter that is merged alone, of whatever kind it is."""
-    copy_adapter(adapter, target)
+def _report_of_copy(adapter: Adapter, target: Path) -> AdapterReport:
+    """The report of an adapter that was merged alone."""
     ranks = [
         scaling_of(adapter.entries, module, str(adapter.folder))[0] for module in adapter.pairs
     ]

@@ -288,8 +288,9 @@ def test_a_recipe_writes_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixtur
     for file in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (expected.folder / file).read_bytes()
     (tmp_path / "recipe.yml").write_text(RECIPE.format(method="ties"))
-    line = refused(capsys, "merge", tmp_path / "recipe.yml", tmp_path / "no")
-    assert "ties makes no adapter" in line
+    for out in (tmp_path / "no", "--dry-run"):
+        line = refused(capsys, "merge", tmp_path / "recipe.yml", out)
+        assert "ties makes no adapter" in line
 
 
 def quantise(base: Path) -> None:
@@ -304,10 +305,14 @@ def test_a_quantised_base_is_left_as_it_is(
     torch.manual_seed(0)
     for name in "ab":
         plain(tmp_path / name, (torch.randn(3, 2), torch.randn(2, 4)))
-    base = write_model(tmp_path / "base", {"fc.weight": torch.ones(3, 4)})
+    base = write_model(tmp_path / "base", {"fc.weight": torch.ones(3, 4).byte()})
     quantise(base)
     before = {file.name: file.read_bytes() for file in base.iterdir()}
     (tmp_path / "recipe.yml").write_text(RECIPE.format(method="linear"))
+    code, output, _ = run(capsys, "merge", tmp_path / "recipe.yml", "--dry-run")
+    assert code == 0
+    assert "rank keeps 100.0%" in output
+    assert "No forecast: " in output
     code, _, _ = run(capsys, "merge", tmp_path / "recipe.yml", tmp_path / "out")
     assert code == 0
     assert {file.name: file.read_bytes() for file in base.iterdir()} == before
