@@ -76,7 +76,9 @@ def _turn(made: Checkpoints, one: Measured, ours: dict[str, Path]) -> None:
     contender = one.contender
     out = made.root / "out"
     try:
-        one.runs.append(child.run(contender.command(out), contender.path))
+        run = child.run(contender.command(out), contender.path)
+        one.runs.append(run)
+        print(f"    {run.seconds:.2f} s, {run.peak / 1e9:.2f} GB", file=sys.stderr, flush=True)
         written = out / "model.safetensors"
         if contender.merges and one.apart is None:
             if contender.method not in ours:

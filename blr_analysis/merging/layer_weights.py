@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+FIRST_WORDS = ("wte", "wpe", "shared")  # of names of embeddings without "embed"
 DIGITS = 6  # a longer number in a name is no number of a layer
 
 
@@ -72,9 +73,13 @@ class LayerWeights:
 
     def __call__(self, name: str) -> float:
         """α of one tensor."""
+        return self.at(name, depth_of(name, self.depths))
+
+    def at(self, name: str, depth: float) -> float:
+        """α of one tensor, if it had this depth."""
         for rule in self.rules:
             if rule.part in name:
-                return rule.at(depth_of(name, self.depths))
+                return rule.at(depth)
         return self.default
 
     def __repr__(self) -> str:
@@ -86,6 +91,59 @@ class LayerWeights:
                 return "; ".join(facts)
         facts.append(repr(self.default))
         return "; ".join(facts)
+
+
+@dataclass(frozen=True)
+class SliceWeights:
+    """α by tensor name, where slices of the layers have weights of their own.
+
+    A gradient runs over the layers of one slice. Tensors before the layers belong to the first
+    slice, those behind them to the last one; both have depth 0, as in mergekit.
+
+    Attributes:
+        slices: the numbers of the layers of each slice, and its weights.
+        depths: the number of layers of each stack, as :func:`depths` finds them.
+
+    Example:
+        >>> names = ["embed.weight", *(f"layers.{i}.mlp.weight" for i in range(4)), "norm.weight"]
+        >>> gradient = LayerWeights((Rule((0.0, 1.0)),), depths(names))
+        >>> weight = SliceWeights(((range(2), gradient), (range(2, 4), 0.7)), depths(names))
+        >>> weight
+        layers 0 to 1: [0.0, 1.0]; layers 2 to 3: 0.7
+        >>> [weight(name) for name in names]
+        [0.0, 0.0, 1.0, 0.7, 0.7, 0.7]
+    """
+
+    slices: tuple[tuple[range, LayerWeights | float], ...]
+    depths: Mapping[str, int]
+
+    def __call__(self, name: str) -> float:
+        """α of one tensor."""
+        prefix, index = layer_of(name)
+        if index is None or prefix not in self.depths:
+            _, weights = self.slices[0 if stands_before_layers(name) else -1]
+            return weights.at(name, 0.0) if isinstance(weights, LayerWeights) else weights
+        layers, weights = next(entry for entry in self.slices if index in entry[0])
+        if not isinstance(weights, LayerWeights):
+            return weights
+        is_single = len(layers) == 1
+        return weights.at(name, 1.0 if is_single else layers.index(index) / (len(layers) - 1))
+
+    def __repr__(self) -> str:
+        return "; ".join(
+            f"layers {layers.start} to {layers.stop - 1}: {weights!r}"
+            for layers, weights in self.slices
+        )
+
+
+def stands_before_layers(name: str) -> bool:
+    """Whether a tensor outside the layers stands before them: an embedding, or its norm.
+
+    >>> [stands_before_layers(n) for n in ("bert.embeddings.LayerNorm.bias", "wte.w", "lm_head.w")]
+    [True, True, False]
+    """
+    words = [word for word in name.split(".") if word != "embed_out"]  # a head
+    return any("embed" in word or word in FIRST_WORDS for word in words)
 
 
 def depths(names: Iterable[str]) -> dict[str, int]:

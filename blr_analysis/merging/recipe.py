@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +30,25 @@ from blr_analysis.checks import install, path_of
 from blr_analysis.errors import BLRError, InputError, told_as
 from blr_analysis.files import Folder
 from blr_analysis.merging.job import BREADCRUMBS_GAMMA, Job, Member
-from blr_analysis.merging.layer_weights import LayerWeights, Rule, depths
+from blr_analysis.merging.layer_weights import LayerWeights, Rule, SliceWeights, depths
 from blr_analysis.merging.methods import default_weights, method_of, widest
 from blr_analysis.merging.recipe_text import (
     AUTO,
     Entry,
-    ModelParameters,
     OutAdapter,
     Parameters,
     RecipeText,
-    Slice,
-    WrittenRule,
-    WrittenWeight,
     parsed_recipe,
     read_text,
 )
+from blr_analysis.merging.slices import (
+    Part,
+    check_parts,
+    check_ranges,
+    entries_of_slice,
+    parameters_of_slice,
+)
+from blr_analysis.merging.tensor_plans import DELLA_EPSILON
 
 # Parameters of a recipe that are fields of a job under the same name.
 SETTINGS = (
@@ -148,9 +153,11 @@ class _Reader:
         is_auto: whether the method is still to be chosen. The recipe is then read as for the method
             with the most inputs.
         method: the method of the recipe.
-        parameters: those of the whole recipe.
         base: the folder of the base, or None.
+        parts: the slices of the recipe; one of all layers where it lists models.
         entries: the models that are merged: by folder, what the recipe says about each.
+        parameters: those of the whole recipe.
+        spellings: the first path under which a folder was named, by the folder.
     """
 
     def __init__(self, text: RecipeText, folder: Path) -> None:
@@ -158,25 +165,67 @@ class _Reader:
         self.folder = folder
         self.notes: list[str] = []
         self.is_auto = text.merge_method == AUTO
-        self.parameters = text.parameters
+        self.spellings: dict[Path, Path] = {}
         has_base = text.base_model is not None
         self.method = widest(based=has_base) if self.is_auto else method_of(text.merge_method)
         self.base: Path | None = None
-        if text.base_model is not None:
-            self.base = self._model(text.base_model)
-        listed = text.models
-        if text.slices is not None:
-            self._check_slices(text.slices)
-            listed = models_of_slice(text.slices[0])
-            self.parameters = parameters_of_slice(text.parameters, text.slices[0])
-        elif listed is None:
+        base_model = text.base_model or self._base_of_adapters()
+        if base_model is not None:
+            self.base = self._model(base_model)
+        self.parts = self._parts()
+        check_parts(self.parts, self.method)
+        self.parameters = self.parts[0].parameters
+        self.entries: dict[Path, Entry] = {}
+        for part in self.parts:
+            for model, entry in part.entries.items():
+                self.entries.setdefault(model, entry)
+
+    def _base_of_adapters(self) -> str | None:
+        """MODEL, where the adapters are written MODEL+ADAPTER and have one and the same MODEL.
+
+        None for a method whose formula changes with a base that the recipe may leave out.
+        """
+        if self.method.uses_base and not self.method.needs_base:
+            return None
+        models = {
+            model.partition("+")[0]
+            for model in self.text.all_models
+            if "+" in model and self._existing(model) is None
+        }
+        if len(models) != 1:
+            return None
+        (model,) = models
+        self.notes.append(f"base_model: taken from the adapters: {model}")
+        return model
+
+    def _parts(self) -> list[Part]:
+        """The slices of the recipe; one of all layers where it lists models."""
+        text = self.text
+        if text.models is not None:
+            return [self._part(None, text.models, text.parameters)]
+        if text.slices is None:
             raise InputError("write models: or slices:")
-        self.entries = self._entries(listed)
+        first_model = self._model(text.slices[0].sources[0].model)
+        check_ranges(text.slices, depths(Folder.open(first_model).specs))
+        return [
+            self._part(
+                range(*part.sources[0].layer_range),
+                entries_of_slice(part),
+                parameters_of_slice(text.parameters, part),
+            )
+            for part in text.slices
+        ]
+
+    def _part(self, layers: range | None, listed: Sequence[Entry], parameters: Parameters) -> Part:
+        """Some layers of the merge, whose models have been found."""
+        entries = self._entries(listed, has_weight_of_all=bool(parameters.weight))
+        return Part(layers, entries, parameters)
 
     def job(self) -> Job:
         """The merge that the recipe describes."""
         self._note_parameters_without_effect()
         self._note_dtype()
+        self._refuse_missing_weights()
         members = tuple(self._member(model, entry) for model, entry in self.entries.items())
         return Job(
             self.method.name,
@@ -205,30 +254,10 @@ class _Reader:
 
     def _number(self, name: str) -> float | None:
         """A parameter of the whole recipe, which is one number; None where it is not set."""
-        rules = self._rules(name, None)
-        if not rules:
-            return None
-        if rules[0].varies:
+        value = self._by_layer(name, None, None)
+        if callable(value):
             raise InputError(f"{name} of {self.method.name} must be one number")
-        return rules[0].values[0]
-
-    def _check_slices(self, slices: Sequence[Slice]) -> None:
-        """Raise unless slices are all layers in order, with the same models and parameters."""
-        first = slices[0]
-        stacks = depths(Folder.open(self._model(first.sources[0].model)).specs)
-        n_layers = max(stacks.values(), default=0)
-        if not are_all_layers(slices, n_layers):
-            raise InputError(
-                f"slices: write layers 0 to {n_layers} of every model, in order; use mergekit "
-                "for others"
-            )
-        for part in slices[1:]:
-            same_models = models_of_slice(part) == models_of_slice(first)
-            if not same_models or part.parameters != first.parameters:
-                raise InputError(
-                    "slices: their models or parameters differ, which needs mergekit; to vary "
-                    "weights over the layers, write a list or filters as weight:"
-                )
+        return value
 
     def _existing(self, text: str) -> Path | None:
         """The file or folder of this name, seen from the recipe's folder; None if there is none."""
@@ -253,14 +282,18 @@ class _Reader:
             )
         return place
 
-    def _entries(self, listed: Sequence[Entry]) -> dict[Path, Entry]:
+    def _entries(self, listed: Sequence[Entry], *, has_weight_of_all: bool) -> dict[Path, Entry]:
         """The models that are merged, each once, by folder.
 
         The base is among them only where the method averages it like the others.
+
+        Args:
+            has_weight_of_all: whether the recipe has a weight for all models.
         """
         by_place: dict[Path, tuple[Path, Entry]] = {}
         for number, entry in enumerate(listed):
             model = self._model(entry.model)
+            model = self.spellings.setdefault(model.resolve(), model)
             if model.resolve() in by_place:
                 raise InputError(
                     f"models.{number}: {entry.model!r} is there twice: add up the weights"
@@ -269,24 +302,28 @@ class _Reader:
                 raise InputError(f"{entry.model!r} is an adapter: name its base_model")
             by_place[model.resolve()] = model, entry
         if self.base is not None:
-            by_place = self._with_base_in_place(by_place, self.base.resolve())
+            by_place = self._with_base_in_place(
+                by_place, self.base.resolve(), has_weight_of_all=has_weight_of_all
+            )
         if not by_place:
             raise InputError("there is no model beside the base to merge")
         return dict(by_place.values())
 
     def _with_base_in_place(
-        self, by_place: dict[Path, tuple[Path, Entry]], base: Path
+        self, by_place: dict[Path, tuple[Path, Entry]], base: Path, *, has_weight_of_all: bool
     ) -> dict[Path, tuple[Path, Entry]]:
         """The models without the base, or with it where the method averages it like them."""
         base_is_listed = base in by_place
-        all_have_a_weight = self.method.name == "linear" and bool(self.parameters.weight)
+        averages_base = (
+            self.method.name == "linear" and has_weight_of_all and self.text.base_model is not None
+        )
         if base_is_listed and self.method.uses_base:  # it leaves no step θ_t − θ_0 to merge
             _, entry = by_place.pop(base)
             if self.method.uses_precisions and (entry.precision or entry.parameters.weight):
                 raise InputError(f"models: {entry.model!r} is base_model itself: take it out")
         elif base_is_listed and self.method.name == "slerp":  # its arc starts at the base
             return {base: by_place.pop(base), **by_place}
-        elif all_have_a_weight and not base_is_listed:
+        elif averages_base and not base_is_listed:
             self.notes.append("base_model is averaged in with the weight of all, as in mergekit")
             by_place[base] = base, Entry(model=str(base))
         return by_place
@@ -294,19 +331,17 @@ class _Reader:
     def _member(self, model: Path, entry: Entry) -> Member:
         """A model of the merge with its weight, its precision or data, and its other parameters."""
         method = self.method
-        key = "t" if method.name == "slerp" else "weight"
-        self._refuse_missing_weight(key, entry)
-        default = 1.0
-        if not method.normalize:
-            default = default_weights(method.name, len(self.entries))[0]
+        key = self._key_of_weights
         # slerp's t is the weight of the model at its end; the base, at its start, has 1 − t.
         is_start = key == "t" and self.base is not None and model.samefile(self.base)
-        weight = self._by_layer(key, entry, default, complement=is_start)
-        density = self._by_layer("density", entry, 1.0) if method.thinned else 1.0
-        epsilon = self._by_layer("epsilon", entry, None) if method.takes("epsilon") else None
+        weight = self._by_layer(key, model, self._default_weights(), complement=is_start)
+        density = self._by_layer("density", model, 1.0) if method.thinned else 1.0
+        epsilon = None
+        if method.takes("epsilon"):
+            epsilon = self._by_layer("epsilon", model, DELLA_EPSILON if method.thinned else None)
         gamma = BREADCRUMBS_GAMMA
         if method.takes("gamma"):
-            gamma = self._by_layer("gamma", entry, BREADCRUMBS_GAMMA)
+            gamma = self._by_layer("gamma", model, BREADCRUMBS_GAMMA)
         return Member(
             model,
             precision=self._precision(model, entry),
@@ -318,53 +353,87 @@ class _Reader:
             data=self._data(entry),
         )
 
-    def _refuse_missing_weight(self, key: str, entry: Entry) -> None:
-        """Raise where some models have a weight and others have none."""
-        have_weights = [bool(self._rules(key, listed)) for listed in self.entries.values()]
-        is_needed = key == "t" or (any(have_weights) and not self.method.uses_precisions)
-        if is_needed and not all(have_weights):
-            raise InputError(
-                f"{entry.model!r} or another has no {key}, which {self.method.name} needs"
-            )
+    @property
+    def _key_of_weights(self) -> str:
+        """The parameter that says how much of each model is taken.
 
-    def _rules(self, name: str, entry: Entry | None) -> tuple[Rule, ...]:
-        """The rules of a parameter in the order in which they decide.
-
-        Those of the model come first, then those of the whole recipe. Without an entry, only the
-        latter are returned.
+        Of slerp it is ``t``, unless all models have a weight and none has a ``t``.
         """
-        sections: list[ModelParameters] = [self.parameters]
-        if entry is not None:
-            sections.insert(0, entry.parameters)
-        return tuple(rule for section in sections for rule in _read(getattr(section, name)))
+        if self.method.name != "slerp":
+            return "weight"
+        has_t = any(part.some_have("t") for part in self.parts)
+        have_weights = all(part.all_have("weight") for part in self.parts)
+        return "weight" if have_weights and not has_t else "t"
+
+    def _default_weights(self) -> list[float]:
+        """The weight of a model that has none, in each of the parts."""
+        if self.method.normalize:
+            return [1.0] * len(self.parts)
+        name = self.method.name
+        return [default_weights(name, len(part.entries))[0] for part in self.parts]
+
+    def _refuse_missing_weights(self) -> None:
+        """Raise where some models have a weight and others have none."""
+        key = self._key_of_weights
+        for part in self.parts:
+            some_have_weights = part.some_have(key) and not self.method.uses_precisions
+            is_needed = key == "t" or some_have_weights
+            if is_needed and not part.all_have(key):
+                entry = next(e for e in part.entries.values() if not part.rules(key, e))
+                raise InputError(f"{entry.model!r} has no {key}, which {self.method.name} needs")
 
     def _by_layer(
-        self, name: str, entry: Entry | None, default: Any, *, complement: bool = False
+        self, name: str, model: Path | None, default: Any, *, complement: bool = False
     ) -> Any:
         """A parameter of a model: one number, or a function of the tensor's name.
 
         Args:
-            entry: the model; None: the parameter of the whole recipe.
-            default: returned where the recipe does not set it.
+            model: the model; None: the parameter of the whole recipe.
+            default: returned where the recipe does not set it; a list has one for each part.
             complement: whether 1 − v stands for each value v.
         """
-        rules = self._rules(name, entry)
-        if complement:
-            rules = tuple(
-                replace(rule, values=tuple(1 - value for value in rule.values)) for rule in rules
-            )
+        defaults = default if isinstance(default, list) else [default] * len(self.parts)
+        values = []
+        for part, value in zip(self.parts, defaults, strict=True):
+            entry = None if model is None else part.entries.get(model)
+            is_absent = model is not None and entry is None
+            if is_absent:
+                values.append(0.0 if name == self._key_of_weights else value)
+                continue
+            rules = part.rules(name, entry)
+            if complement:
+                rules = tuple(
+                    replace(rule, values=tuple(1 - v for v in rule.values)) for rule in rules
+                )
+            values.append(self._function_of(rules, value))
+        is_one_number = not callable(values[0]) and all(value == values[0] for value in values)
+        if len(values) == 1 or is_one_number:
+            return values[0]
+        layers = [part.layers for part in self.parts if part.layers is not None]
+        return SliceWeights(tuple(zip(layers, values, strict=True)), self._depths)
+
+    @cached_property
+    def _names(self) -> Collection[str]:
+        """The names of the model's tensors."""
+        return Folder.open(self.base or next(iter(self.entries))).specs
+
+    @cached_property
+    def _depths(self) -> dict[str, int]:
+        """The number of layers of each stack of the model."""
+        return depths(self._names)
+
+    def _function_of(self, rules: Sequence[Rule], default: Any) -> Any:
+        """What some rules say: one number, or a function of the tensor's name."""
         if not rules:
             return default
         if not rules[0].varies:
             return rules[0].values[0]
-        first_model = next(iter(self.entries))
-        names = Folder.open(self.base or first_model).specs
         for rule in rules:
-            matches = any(rule.part in name for name in names)
+            matches = any(rule.part in name for name in self._names)
             if not matches:
-                longest = max(names, key=len)
+                longest = max(self._names, key=len)
                 raise InputError(f"filter {rule.part!r} is in no name such as {longest!r}")
-        return LayerWeights(rules, depths(names), default)
+        return LayerWeights(tuple(rules), self._depths, default)
 
     def _named_file(self, key: str, text: str) -> Path:
         """The file or folder that a key of the recipe names.
@@ -433,10 +502,17 @@ class _Reader:
         """Note parameters and precisions that the method does not use; mergekit ignores them."""
         method = self.method
         entries = list(self.entries.values())
-        for section in (self.parameters, *(entry.parameters for entry in entries)):
-            for name in sorted(section.model_fields_set):
-                if not method.takes(name):
-                    self.notes.append(f"{name.rstrip('_')} has no effect on {method.name}")
+        names: list[str] = []
+        for part in self.parts:
+            for section in (part.parameters, *(e.parameters for e in part.entries.values())):
+                names.extend(sorted(section.model_fields_set))
+        is_by_weights = method.name == "slerp" and self._key_of_weights == "weight"
+        if is_by_weights:
+            names = [name for name in names if name != "weight"]
+            self.notes.append("slerp has no t: it is the second model's share of the weights")
+        for name in dict.fromkeys(names):
+            if not method.takes(name):
+                self.notes.append(f"{name.rstrip('_')} has no effect on {method.name}")
         has_precisions = bool(self.text.base_precision) or any(e.precision for e in entries)
         if has_precisions and not method.uses_precisions:
             self.notes.append(f"{method.name} takes no precisions: they are not read")
@@ -464,45 +540,6 @@ def precision_beside(model: str | os.PathLike[str]) -> Path | None:
     """The folder ``precision`` of a model, where there is one."""
     place = Path(model) / "precision"
     return place if place.exists() else None
-
-
-def models_of_slice(part: Slice) -> list[Entry]:
-    """The models of a slice, written as under ``models``."""
-    return [Entry(model=source.model, parameters=source.parameters) for source in part.sources]
-
-
-def parameters_of_slice(parameters: Parameters, part: Slice) -> Parameters:
-    """The recipe's parameters, and in their place those that a slice sets."""
-    names = part.parameters.model_fields_set
-    changes = {name: getattr(part.parameters, name) for name in names}
-    return parameters.model_copy(update=changes)
-
-
-def are_all_layers(slices: Sequence[Slice], n_layers: int) -> bool:
-    """Whether slices, one after the other, are layers 0 to ``n_layers`` of every model."""
-    position = 0
-    for part in slices:
-        ranges = {source.layer_range for source in part.sources}
-        first, last = part.sources[0].layer_range
-        if len(ranges) > 1 or first != position:
-            return False
-        position = last
-    return position == n_layers
-
-
-def _read(written: WrittenWeight | None) -> list[Rule]:
-    """The rules of a weight in any of its forms; none where it is not written."""
-    if written is None:
-        return []
-    if isinstance(written, tuple):
-        return [Rule(written)]
-    rules: Sequence[WrittenRule] = written if isinstance(written, list) else [written]
-    return [Rule(rule.value, _part(rule.filter)) for rule in rules]
-
-
-def _part(written_filter: str | None) -> str:
-    """What a tensor's name must contain; "", which is in every name, for ``*`` and no filter."""
-    return "" if written_filter in (None, "*") else written_filter
 
 
 def _snapshot(text: str) -> Path | None:

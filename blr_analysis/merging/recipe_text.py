@@ -18,24 +18,37 @@ from pydantic import (
     StrictInt,
     Tag,
     ValidationError,
+    model_validator,
 )
 from ruamel.yaml import YAML
 
+from blr_analysis.checks import some
 from blr_analysis.errors import InputError, StorageError, told_as
 from blr_analysis.merging.methods import METHODS
 
 AUTO = "auto"  # the method is chosen by the data
 # Keys of mergekit's recipes for jobs that this package does not do.
 KEYS_OF_MERGEKIT = {
+    "align_weights": "neurons are not matched here; leave it out",
+    "chat_template": "the chat template comes with the tokenizer; leave it out",
     "experts": "mixtures of experts are mergekit's (mergekit-moe)",
     "gate_mode": "mixtures of experts are mergekit's (mergekit-moe)",
     "genome": "evolution is mergekit's (mergekit-evolve)",
     "metric_method": "it compares models and merges none; write merge_method",
+    "modules": "parts of a model with recipes of their own are mergekit's; write models",
+    "name": "merges that follow each other are mergekit-multi's; leave it out",
+    "out_path": "merges that follow each other are mergekit's; leave it out, and name OUT",
 }
-# What to write in place of a key that is unknown here.
-KEYS_MEANT = {
-    "lora": "write model: MODEL+ADAPTER, or the adapter's folder",
-    "pattern": "write filter",
+# What is said of methods that recipes name and this package has not.
+METHODS_OF_OTHERS = {
+    "encoder_decoder_weighted": "write linear, with weight: [{filter: encoder, value: 0.8}, ...]",
+    "passthrough": "to stack layers, use mergekit",
+}
+# What is said of parameters and other keys of mergekit's that have no place here.
+PARAMETERS_OF_MERGEKIT = {
+    "geodesic": "nuslerp has no other way: leave it out",
+    "pad_to_multiple_of": "token tables are not padded here: leave it out",
+    "tokens": "rows of single tokens are not chosen here: leave it out, or use mergekit",
 }
 MERGEKIT = "mergekit may support this"  # said of keys and methods that are unknown here
 MAX_BYTES = 200_000  # a larger file is no recipe
@@ -62,6 +75,44 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 
 
+def _reference(written: Any) -> Any:
+    """A model in mergekit's longer form, as text: ``MODEL@REVISION+ADAPTER``.
+
+    >>> _reference({"model": {"path": "org/model", "revision": "v1"}, "lora": "./adapter"})
+    'org/model@v1+./adapter'
+    """
+    if not isinstance(written, dict):
+        return written
+    text = written.get("model", written.get("path"))
+    if isinstance(text, dict):
+        text = _reference(text)
+    for key, sign in (("revision", "@"), ("lora", "+")):
+        value = _reference(written.get(key))
+        if value is not None:
+            text = f"{text}{sign}{value}"
+    unknown = written.keys() - {"model", "path", "revision", "lora"}
+    if unknown:
+        raise ValueError(f"{some(sorted(unknown))}: leave it out")
+    return text
+
+
+def _with_adapter(written: Any) -> Any:
+    """A model whose adapter is named beside it, ``lora: ADAPTER``, as ``model: MODEL+ADAPTER``."""
+    if not isinstance(written, dict) or "lora" not in written:
+        return written
+    others = {key: value for key, value in written.items() if key != "lora"}
+    model = {"model": written.get("model"), "lora": written["lora"]}
+    return {**others, "model": _reference(model)}
+
+
+def _with_filter(written: Any) -> Any:
+    """A rule in which ``pattern``, an older word, is written for ``filter``."""
+    if isinstance(written, dict) and "pattern" in written and "filter" not in written:
+        others = {key: value for key, value in written.items() if key != "pattern"}
+        return {**others, "filter": written["pattern"]}
+    return written
+
+
 def _dtype_name(value: Any) -> Any:
     """``torch.float32`` is written for ``float32`` too."""
     return value.removeprefix("torch.") if isinstance(value, str) else value
@@ -77,6 +128,7 @@ def _empty_section(value: Any) -> Any:
     return value or {}
 
 
+ModelText = Annotated[Text, BeforeValidator(_reference)]
 Dtype = Annotated[
     Literal["bfloat16", "float16", "float32", "float64"], BeforeValidator(_dtype_name)
 ]
@@ -91,6 +143,8 @@ class Section(BaseModel):
 
 class WrittenRule(Section):
     """A value for the tensors whose name contains ``filter``."""
+
+    _older_word = model_validator(mode="before")(_with_filter)
 
     value: Values
     filter: Annotated[str, Field(min_length=1)] | None = None
@@ -133,12 +187,18 @@ class Parameters(ModelParameters):
     nuslerp_flatten: Literal[True] | None = None
     nuslerp_row_wise: Literal[False] | None = None
     filter_wise: Literal[False] | None = None
+    normalize_weights: Literal[True] | None = None  # multislerp's
+    eps: Any = None  # multislerp's; means on spheres are exact here
+    max_iter: Any = None  # karcher's
+    tol: Any = None  # karcher's
 
 
 class Entry(Section):
     """One of ``models``."""
 
-    model: Text
+    _adapter = model_validator(mode="before")(_with_adapter)
+
+    model: ModelText
     precision: Text | None = None
     n_data: Annotated[StrictInt, Field(gt=0)] | None = None
     data: Text | None = None
@@ -148,7 +208,9 @@ class Entry(Section):
 class SliceSource(Section):
     """One of the ``sources`` of a slice."""
 
-    model: Text
+    _adapter = model_validator(mode="before")(_with_adapter)
+
+    model: ModelText
     layer_range: tuple[StrictInt, StrictInt]
     parameters: Annotated[ModelParameters, BeforeValidator(_empty_section)] = ModelParameters()
 
@@ -163,7 +225,7 @@ class Slice(Section):
 class Tokenizer(Section):
     """``tokenizer``, mergekit's longer form of ``tokenizer_source``."""
 
-    source: Text = "base"
+    source: ModelText = "base"
 
 
 class OutAdapter(Section):
@@ -178,14 +240,20 @@ class RecipeText(Section):
     merge_method: Text
     models: Annotated[list[Entry], Field(min_length=1)] | None = None
     slices: Annotated[list[Slice], Field(min_length=1)] | None = None
-    base_model: Text | None = None
+    base_model: ModelText | None = None
     base_precision: Text | None = None
     parameters: Annotated[Parameters, BeforeValidator(_empty_section)] = Parameters()
     dtype: Dtype | None = None
     out_dtype: Dtype | None = None
-    tokenizer_source: Text | None = None
+    tokenizer_source: ModelText | None = None
     tokenizer: Tokenizer | None = None
     out_adapter: Annotated[OutAdapter, BeforeValidator(_empty_section)] | None = None
+
+    @property
+    def all_models(self) -> list[str]:
+        """What is written for the models, of all slices."""
+        sources = [source for part in self.slices or () for source in part.sources]
+        return [entry.model for entry in (*(self.models or ()), *sources)]
 
 
 def read_text(place: Path) -> str:
@@ -240,11 +308,10 @@ def _refuse_what_mergekit_does(data: Any, name: str) -> None:
     method = data.get("merge_method")
     methods = (*METHODS, AUTO)
     if isinstance(method, str) and method not in methods:
-        reason = MERGEKIT
-        if method == "passthrough":
-            reason = "to stack layers, use mergekit"
+        reason = METHODS_OF_OTHERS.get(method, MERGEKIT)
         raise InputError(
-            f"{name}: merge_method {method!r} is none of {', '.join(methods)}: {reason}"
+            f"{name}: merge_method: there is no {method!r} here: {reason}; there are "
+            f"{', '.join(methods)}"
         )
 
 
@@ -255,7 +322,9 @@ def _complaints(fault: ValidationError) -> str:
         key = ".".join(map(str, error["loc"])) or "the recipe"
         complaint = COMPLAINTS.get(error["type"], error["msg"])
         last = str(error["loc"][-1]) if error["loc"] else ""
-        if error["type"] == "extra_forbidden" and last in KEYS_MEANT:
-            complaint = f"there is no such key: {KEYS_MEANT[last]}"
+        if error["type"] == "value_error":
+            complaint = error["msg"].removeprefix("Value error, ")
+        if error["type"] == "extra_forbidden" and last in PARAMETERS_OF_MERGEKIT:
+            complaint = PARAMETERS_OF_MERGEKIT[last]
         sentences.append(f"{key}: {complaint}")
     return "; ".join(sentences)

@@ -223,11 +223,14 @@ REFUSED: list[tuple[str, str]] = [
     ("merge_method: linear\n\tmodels: []", "line 2"),
     (HEAD + BOTH + "---\na: 1", "has 2 recipes: write each into a file of its own"),
     (BOTH + "metric_method: all", "metric_method: it compares models"),
-    (HEAD + "models: [{model: ft1, lora: ft2}]", r"models.0.lora: .*write model: MODEL\+ADAPTER"),
     (
-        HEAD + BOTH + "parameters: {weight: [{pattern: mlp, value: 1}]}",
-        "pattern: .*write filter",
+        HEAD + "models: [{model: {model: ft1, override_architecture: X}}]",
+        "override_architecture': leave it out",
     ),
+    (HEAD + "models: [{model: ft1+lora}, {model: ft2+lora}]", "write base_model: ft1"),
+    ("merge_method: nuslerp\nmodels: [{model: base+ft1}]", "write base_model: base"),
+    (HEAD + BOTH + "chat_template: auto", "comes with the tokenizer; leave it out"),
+    (HEAD + BOTH + "out_path: x", "leave it out, and name OUT"),
     (HEAD + BOTH + "merge_method: linear", "duplicate"),
     (HEAD + "models: !!python/object:os.system [x]", "YAML"),
     ("[" * 600 + "]" * 600, "YAML"),
@@ -249,7 +252,8 @@ REFUSED: list[tuple[str, str]] = [
         r"models: or slices:, .*\(mergekit may support this\)",
     ),
     (HEAD + BOTH + "tokenizer: {source: ft1, tokens: {}}", "tokenizer.tokens: .*mergekit"),
-    ("merge_method: passthrough\n" + BOTH, "'passthrough' is none of .*use mergekit"),
+    ("merge_method: passthrough\n" + BOTH, "no 'passthrough' here: to stack layers, use mergekit"),
+    ("merge_method: encoder_decoder_weighted\n" + BOTH, "write linear, with weight"),
     ("merge_method: task_arithmetic\n" + BOTH, "needs the base"),
     (TASK + "models: [{model: base}]", "no model beside the base"),
     (TASK + "models: [{model: ./ft1+./ft2}]", r"write base_model: \./ft1"),
@@ -274,29 +278,95 @@ REFUSED: list[tuple[str, str]] = [
     ),
     ("base_model: base\ngate_mode: hidden\nexperts: []", "mergekit-moe"),
     ("genome: {}", "mergekit-evolve"),
-    (SLICES.format("[0, 1]", "[0, 1]"), r"layers 0 to 2 of every model"),
-    (SLICES.format("[0, 2]", "[1, 2]"), r"layers 0 to 2 of every model"),
-    (SLICES.format("[0, 3]", "[0, 3]"), r"layers 0 to 2 of every model"),
+    (SLICES.format("[0, 1]", "[0, 1]"), r"write layers 0 to 2 of every model"),
+    (SLICES.format("[0, 2]", "[1, 2]"), r"write layers 0 to 2 of every model"),
+    (SLICES.format("[0, 3]", "[0, 3]"), r"write layers 0 to 2 of every model"),
+    (
+        "merge_method: karcher\nslices: [{sources: [{model: ft1, layer_range: [0, 1]}]}, "
+        "{sources: [{model: ft2, layer_range: [1, 2]}]}]",
+        "karcher needs the same models in every slice",
+    ),
+    (
+        "merge_method: linear\nslices: [{sources: [{model: ft1, layer_range: [0, 1]}]}, "
+        "{sources: [{model: ft1, layer_range: [1, 2]}], parameters: {normalize: false}}]",
+        "'normalize' must be the same in all slices",
+    ),
     ("merge_method: nuslerp\nparameters: {nuslerp_flatten: false}\n" + BOTH, "nuslerp_flatten"),
     (TASK + "models: [{model: ft1, parameters: {weight: [{filter: mpl, value: 1}]}}]", "'mpl'"),
 ]
 
 
-def test_slices_of_all_layers_are_models(read: Read) -> None:
-    """One slice, or several that follow one another with the same models and parameters."""
-    models = "{{model: ft1, layer_range: {0}, parameters: {{weight: 2}}}}, "
-    models += "{{model: ft2, layer_range: {0}, parameters: {{weight: [0, 1]}}}}"
-    layer_slice = "{{sources: [" + models + "]}}"
-    for ranges in (["[0, 2]"], ["[0, 1]", "[1, 2]"]):
-        slices = ", ".join(layer_slice.format(layers) for layers in ranges)
-        recipe = read(f"merge_method: linear\nslices: [{slices}]")
-        first, second = recipe.job.members
-        assert weight_of(first, "layers.0.mlp.weight") == 2
-        assert weight_of(second, "layers.1.mlp.weight") == 1
-    first_slice = layer_slice.format("[0, 1]")
-    second_slice = "{sources: [{model: ft1, layer_range: [1, 2]}]}"
-    with pytest.raises(InputError, match="their models or parameters differ"):
-        read(f"merge_method: linear\nslices: [{first_slice}, {second_slice}]")
+def sliced(*ranges: str, weights: list[str]) -> str:
+    """A recipe of slices of ft1, of weight 1, and ft2, of these weights."""
+    slices = [
+        f"{{sources: [{{model: ft1, layer_range: {layers}, parameters: {{weight: 1}}}}, "
+        f"{{model: ft2, layer_range: {layers}, parameters: {{weight: {weight}}}}}]}}"
+        for layers, weight in zip(ranges, weights, strict=True)
+    ]
+    return f"merge_method: linear\nslices: [{', '.join(slices)}]"
+
+
+# The weights of ft2 in an embedding, in layers 0 and 1, and in the last norm. mergekit 0.1.5 has
+# the same, by its merges of models full of ones and of zeros.
+SLICE_WEIGHTS = {
+    sliced("[0, 2]", weights=["[0, 3]"]): [0, 0, 3, 0],
+    sliced("[0, 1]", "[1, 2]", weights=["[0, 3]", "[0, 3]"]): [0, 3, 3, 0],
+    sliced("[0, 1]", "[1, 2]", weights=["1", "3"]): [1, 1, 3, 3],
+    "merge_method: linear\nparameters: {weight: 1}\n"
+    "slices: [{sources: [{model: ft1, layer_range: [0, 1]}]}, "
+    "{sources: [{model: ft2, layer_range: [1, 2]}]}]": [0, 0, 1, 1],
+}
+
+
+@pytest.mark.parametrize("text", SLICE_WEIGHTS)
+def test_slices_have_weights_of_their_own(read: Read, text: str) -> None:
+    """A gradient runs over the layers of its slice; a model that is not listed has weight 0."""
+    names = ["embed.weight", "layers.0.mlp.weight", "layers.1.mlp.weight", "norm.weight"]
+    first, second = read(text).job.members
+    assert [weight_of(second, name) for name in names] == SLICE_WEIGHTS[text]
+    assert weight_of(first, "layers.0.mlp.weight") == 1
+
+
+def test_a_slice_of_one_model_is_that_model(place: Path) -> None:
+    tensors, _ = merge(
+        place,
+        "merge_method: ties\nbase_model: base\nparameters: {weight: 1}\n"
+        "slices: [{sources: [{model: ft1, layer_range: [0, 1]}]}, "
+        "{sources: [{model: ft2, layer_range: [1, 2]}]}]",
+    )
+    for layer, model in enumerate(("ft1", "ft2")):
+        name = f"layers.{layer}.mlp.weight"
+        expected = Folder.open(place / model).tensors()[name]
+        torch.testing.assert_close(tensors[name], expected)
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        "[{model: base+./lora}, {model: ft1}]",
+        "[{model: base, lora: ./lora}, {model: ft1}]",
+        "[{model: {model: {path: base}, lora: {path: ./lora}}}, {model: ft1}]",
+    ],
+)
+def test_adapters_name_their_base(read: Read, place: Path, models: str) -> None:
+    recipe = read(f"{HEAD}models: {models}\nparameters: {{weight: 1}}")
+    assert recipe.job.base == place / "base"
+    assert [member.model.name for member in recipe.job.members] == ["lora", "ft1"]
+    assert "base_model: taken from the adapters: base" in recipe.notes
+
+
+def test_slerp_by_weights(read: Read) -> None:
+    models = "[{model: ft1, parameters: {weight: 6}}, {model: ft2, parameters: {weight: 2}}]"
+    recipe = read(f"merge_method: slerp\nmodels: {models}")
+    assert [member.weight for member in recipe.job.members] == [6, 2]
+    assert recipe.notes == ("slerp has no t: it is the second model's share of the weights",)
+
+
+def test_an_older_word_for_filter(read: Read) -> None:
+    rules = "{weight: [{pattern: mlp, value: 3}, {value: 1}]}"
+    first, _ = read(f"{HEAD}{BOTH}parameters: {rules}").job.members
+    names = ("layers.0.mlp.weight", "norm.weight")
+    assert [weight_of(first, name) for name in names] == [3, 1]
 
 
 def test_the_parameters_of_a_slice_are_those_of_all(read: Read) -> None:
