@@ -81,7 +81,8 @@ def check_ranges(slices: Sequence[Slice], stacks: Mapping[str, int]) -> None:
     n_layers = max(stacks.values(), default=0)
     if not are_all_layers(slices, n_layers):
         raise InputError(
-            f"slices: write layers 0 to {n_layers} of every model, in order; use mergekit for others"
+            f"slices: write layers 0 to {n_layers} of every model, in order; use mergekit "
+            "for others"
         )
     if len(slices) > 1 and len(set(stacks.values())) > 1:
         raise InputError(
