@@ -177,17 +177,22 @@ def doubts(removals: pd.DataFrame, names: Names | None) -> list[str]:
     return sentences
 
 
-def how(solver: str, passes: float) -> str:
-    """How a solver takes a group out, in words; the passes where they were counted.
+def how(solver: str, passes: float, change: str = "without it") -> str:
+    """How a solver predicts a model, in words; the passes where they were counted.
+
+    Args:
+        solver: its name.
+        passes: over the data; 0 where they were not counted.
+        change: the data of the predicted model, such as "without it", a group.
 
     >>> how("retrain", 40), how("retrain", 0)
     ('by whole trainings without it, 40 passes over the data', 'by whole trainings without it')
     """
     words_of_solver = {
         "posterior": "in one step, without training",
-        "cg": "by a descent on the data that stay",
-        "replay": "by short trainings with and without it",
-        "retrain": "by whole trainings without it",
+        "cg": "by a descent on the changed data",
+        "replay": f"by short trainings with all data and {change}",
+        "retrain": f"by whole trainings {change}",
     }
     words = words_of_solver.get(solver, solver)
     is_counted = passes > 0  # one step has none, those of a user's own training are not known

@@ -208,5 +208,5 @@ def agreement(loo: Any, on_test: Evaluation, measure: str) -> str:
     if n > 1:
         _, error = mean_and_error(losses)
         chance = two_digits(error)
-        sentence += f"; the choice of these {n:,} test examples alone moves that by {chance}"
+        sentence += f"; the choice of these {n:,} test examples alone moves it by {chance}"
     return f"{sentence}."

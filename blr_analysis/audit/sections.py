@@ -102,7 +102,7 @@ def what_if_section(
     change = f"{result.removed:,} of {n_data:,} training examples taken out"
     if result.relabelled:
         change += f", {result.relabelled:,} relabelled"
-    method = how(result.solver, result.passes)
+    method = how(result.solver, result.passes, change="with the change")
     lead = f"{change}; predicted {method}, measured on {measured_on}."
     notes = []
     if result.interval is not None:
@@ -141,5 +141,6 @@ def sources(table: pd.DataFrame, quantity: str, questions: Sequence[str] | None 
         columns["text"] = [str(text)[:EXCERPT] for text in table["text"]]
     columns[quantity.replace("_", " ")] = [f"{value:.3g}" for value in table[quantity]]
     lead = "How far a question's loss would rise without them"
-    lead += "." if quantity == "influence" else ", by the length of each."
-    return Section("Sources", lead, columns)
+    if quantity != "influence":
+        lead += ", divided by the length of each source's gradient"
+    return Section("Sources", f"{lead}.", columns)

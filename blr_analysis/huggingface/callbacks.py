@@ -60,7 +60,7 @@ class TrainerPrecision(TrainerCallback):
         trainer.train()                    # checkpoint-500/precision, checkpoint-1000/precision …
 
     Args:
-        n_data: N, where it is not the length of the training data: the data have no length, or
+        n_data: N, if it is not the length of the training data: the data have no length, or
             the loss is a mean over tokens (N is then the number of tokens).
 
     Raises:
@@ -274,7 +274,7 @@ def losses_of(args: Any) -> list[str]:
 
 
 class BLRCallback(CheckpointsCallback):
-    """Keep all that an analysis needs of a training, by any Trainer, TRL's too.
+    """Keep all that an analysis needs to know of a training. It works with any Trainer, TRL's too.
 
     It keeps checkpoints and the recipe, and records Kronecker factors while the model trains, so
     that no posterior has to be fitted.

@@ -35,7 +35,7 @@ ESS_TOLERANCE = 1e-6  # relative; an ess further from the Trainer's count was ch
 
 
 class VariationalTrainer:
-    """For any Trainer, before it in the bases: ``class Mine(VariationalTrainer, SFTTrainer): ...``
+    """A mixin for any Trainer; name it first: ``class Mine(VariationalTrainer, SFTTrainer): ...``
 
     Weights are drawn for each microbatch. The Trainer divides each loss by the number of
     microbatches; this class tells the optimizer, so that gradients keep their scale. Clipping and
@@ -138,7 +138,7 @@ class VariationalTrainer:
 
 
 class IVONTrainer(VariationalTrainer, Trainer):
-    """``Trainer`` that trains with IVON: two lines of a script change, this name and the rate.
+    """A ``Trainer`` that trains with IVON. In a script, change its name and the learning rate.
 
     The optimizer is made from the Trainer's arguments (see the guide to IVON):
 
