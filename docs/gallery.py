@@ -61,7 +61,7 @@ def world() -> dict[str, object]:
 
 
 def memory_map(task, posterior) -> Axes:
-    """The memory map: what is learned by rule, and what by heart."""
+    """The memory map: what the network learned as a rule, and what by heart."""
     return blr.memory_map(blr.sensitivity(task, posterior)).plot(images=task.dataset)
 
 
@@ -71,7 +71,7 @@ def deviations(task, posterior) -> Axes:
 
 
 def suspicious(task, posterior) -> Axes:
-    """Labels that look false, and strangers among the inputs."""
+    """Labels that look wrong, and images unlike the others."""
     return blr.suspicious(task, posterior).plot()
 
 
@@ -97,7 +97,7 @@ def what_if(task, posterior, test_task, y) -> Axes:
 
 
 def prior(linear) -> Axes:
-    """Which prior precision generalises best, by leave-one-out, of a logistic regression."""
+    """The leave-one-out loss of a logistic regression, by prior precision (weight decay × N)."""
     return blr.select_prior_precision(linear, [0.01, 0.1, 1, 10]).plot()
 
 
@@ -107,7 +107,7 @@ def merge_curve(model, tuned, tasks, diagonals) -> Axes:
 
 
 def mismatch(model, tuned, tasks, diagonals) -> Axes:
-    """How far a merge's gradients are from those of its models goes with the loss it costs."""
+    """The more a merge's gradients differ from those of its models, the more loss it costs."""
     average = blr.merge(None, tuned, weights=[0.5, 0.5], method="linear")
     matched = blr.merge(model, tuned, precisions=diagonals, delta=1.0)
     merges = {"average": average, "gradient matching": matched}
