@@ -263,8 +263,14 @@ class TextColumns:
     eos: bool | None = None
     beta: float | None = None
 
-    def task_of(self, loaded: Any, data: str, say: Callable[[str], None]) -> Task:
-        """Rows of texts as the task of a language model; says how many texts were cut."""
+    def task_of(
+        self, loaded: Any, data: str, say: Callable[[str], None], mark: str | None = None
+    ) -> Task:
+        """Rows of texts as the task of a language model; says how many texts were cut.
+
+        Args:
+            mark: of the same data when they were read before, see ``language_task``.
+        """
         from blr_analysis.huggingface.questions import language_task
 
         task = language_task(
@@ -277,6 +283,7 @@ class TextColumns:
             eos=self.eos,
             beta=self.beta,
             online=self.online,
+            mark=mark,
         )
         n_cut = task.dataset.cut
         if n_cut:

@@ -34,6 +34,7 @@ def origin_of(source: Source, task: Task, built: Index) -> dict[str, Any]:
         "loading": asdict(source.loading),
     }
     if has_model:
+        origin["mark"] = getattr(task.dataset, "mark", None)  # pairs of answers have none
         origin["tokenizer"] = ids_known_by(task.dataset.tokenizer, built.examples["text"])
         origin["frozen"] = fingerprint_of_frozen(task.model)
         origin["weights"] = sample_of_weights(task.model)
@@ -135,7 +136,8 @@ class IndexedModel:
             raise InputError("name the training data with --data")
         recorded = self.origin.get("columns")
         columns = self.columns if recorded is None else TextColumns(**recorded)
-        return columns.task_of(self.loaded, self.origin["data"], self.say)
+        mark = self.origin.get("mark")
+        return columns.task_of(self.loaded, self.origin["data"], self.say, mark)
 
     def _check_weights(self, questions: Task) -> None:
         """Raise where the model has been trained since the index was built.

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,9 @@ from torch.utils._pytree import tree_leaves
 from blr_analysis.checks import some
 from blr_analysis.data.batches import describe, to_device
 from blr_analysis.errors import DataError, InputError, told_as
+from blr_analysis.padding import Padding
 
+ROWS_HASHED = 4096  # rows of tensors that are hashed at a time
 MAX_UNNAMED_COLUMNS = 16  # of a matrix; a table of results shows no wider one
 
 
@@ -88,11 +91,32 @@ class Examples:
             return self.collate(items)
 
     def sha256(self, metadata: Mapping[str, Sequence[Any]]) -> str:
-        """The hash of the metadata and of every example, read one by one, as hexadecimal digits."""
+        """The hash of the metadata and of every example, as hexadecimal digits.
+
+        It is the same for tensors, whose rows are hashed many at a time, and for a list of the same
+        examples, which are read one by one.
+        """
         digest = hashlib.sha256(content_of(dict(sorted(metadata.items()))))
-        for index in range(len(self)):
-            digest.update(content_of(self.batch(torch.tensor([index]))))
+        rows_at_a_time = ROWS_HASHED if self.is_tensors else 1
+        for indices in torch.arange(len(self)).split(rows_at_a_time):
+            batch = self.batch(indices)
+            digest.update(content_of_rows(batch) if self.is_tensors else content_of(batch))
         return digest.hexdigest()
+
+    def mark(self, metadata: Mapping[str, Sequence[Any]]) -> str | None:
+        """What tells these examples and metadata from others, where no example need be read.
+
+        It rests on the ``mark`` of texts that this package read from a file, and on the
+        fingerprint of a ``datasets.Dataset`` with the sizes and times of its files. None for other
+        data, and where the user's collate function makes the batches.
+        """
+        mark = mark_of(self.dataset)
+        is_datasets_own = getattr(self.collate, "__self__", None) is self.dataset
+        is_known = is_datasets_own or isinstance(self.collate, Padding)
+        if mark is None or not (is_known or self.collate is tud.default_collate):
+            return None
+        content = content_of(dict(sorted(metadata.items())))
+        return hashlib.sha256(f"{mark};{len(self)};".encode() + content).hexdigest()
 
     def subset(self, indices: Sequence[int]) -> Examples:
         """The examples at these indices, in their order."""
@@ -170,15 +194,42 @@ def evenly_spread(n_data: int, count: int) -> Tensor:
     return places.clamp_max(last).unique()  # float32 may round an index above 2**24 upwards
 
 
+def mark_of(dataset: Any) -> str | None:
+    """What tells a dataset from others without a look at its examples; None without it."""
+    mark = getattr(dataset, "mark", None)
+    if isinstance(mark, str):
+        return mark
+    fingerprint = getattr(dataset, "_fingerprint", None)  # of a datasets.Dataset
+    if not isinstance(fingerprint, str):
+        return None
+    files = [Path(file["filename"]).stat() for file in getattr(dataset, "cache_files", ())]
+    return f"{fingerprint} {[(file.st_size, file.st_mtime_ns) for file in files]}"
+
+
+def content_of_rows(batch: Sequence[Tensor]) -> bytes:
+    """What :func:`content_of` returns for each row of these tensors, one row after the other."""
+    n_rows = len(batch[0])
+    head = describe(tuple(tensor[:1] for tensor in batch)).encode()
+    columns = [np.tile(np.frombuffer(head, np.uint8), (n_rows, 1))]
+    for tensor in batch:
+        rows = _dense(tensor).reshape(n_rows, tensor[0].numel())
+        columns.append(rows.view(torch.uint8).numpy())
+    return np.concatenate(columns, axis=1).tobytes()
+
+
 def content_of(batch: Any) -> bytes:
     """The content of a batch of any kind as bytes: names, shapes, numbers and texts."""
     parts = [describe(batch).encode()]
     for leaf in tree_leaves(to_device(batch, torch.device("cpu"))):
         if isinstance(leaf, Tensor):
-            dense = leaf.to_dense().detach().clone(memory_format=torch.contiguous_format)
-            parts.append(dense.view(-1).view(torch.uint8).numpy().tobytes())  # of any dtype
+            parts.append(_dense(leaf).view(-1).view(torch.uint8).numpy().tobytes())  # of any dtype
         elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
             parts.append(leaf.tobytes())
         elif isinstance(leaf, str | bytes | bool | int | float | np.generic | None):
             parts.append(f"{leaf!r};".encode())
     return b"".join(parts)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """A copy in the CPU's memory, without gaps."""
+    return tensor.to_dense().detach().cpu().clone(memory_format=torch.contiguous_format)

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from blr_analysis.data.batches import to_device
 from blr_analysis.errors import DataError, InputError
-from blr_analysis.huggingface.chats import IGNORED, Ids, turns_of
+from blr_analysis.huggingface.chats import IGNORED, Ids, encoded_chat, turns_of
 from blr_analysis.huggingface.data import places_of
 from blr_analysis.huggingface.models import Pretrained
 from blr_analysis.huggingface.tokens import (
@@ -31,8 +31,8 @@ from blr_analysis.huggingface.tokens import (
     Tokens,
     check_ids,
     encoded_answer,
-    encoded_turns,
     metadata_of,
+    words_of_turns,
 )
 from blr_analysis.runs import training_of
 from blr_analysis.snapshots import checked_state
@@ -201,9 +201,8 @@ def _encoded_pair(
         n_common = len(before)
     else:
         n_common = _common_turns(*turns)
-    words, chosen = encoded_turns(loaded, turns[0], n_common, place)
-    _, rejected = encoded_turns(loaded, turns[1], n_common, place)
-    return words, {"chosen": chosen, "rejected": rejected}
+    chosen, rejected = (encoded_chat(loaded, answer, n_common, place) for answer in turns)
+    return words_of_turns(turns[0]), {"chosen": chosen, "rejected": rejected}
 
 
 def _common_turns(left: Sequence[Any], right: Sequence[Any]) -> int:

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from blr_analysis.checks import positive_int, positive_number
 from blr_analysis.errors import DataError, InputError
-from blr_analysis.huggingface.chats import Ids, ids_of, turns_of
+from blr_analysis.huggingface.chats import Ids, encoded_chat, ids_of, turns_of
 from blr_analysis.huggingface.data import places_of, read_rows, text_columns
 from blr_analysis.huggingface.models import Pretrained
 from blr_analysis.huggingface.preferences import BETA, PAIR, preference_task
+from blr_analysis.huggingface.recognised import RowsOnDemand, mark_of_texts
 from blr_analysis.huggingface.tokens import (
-    Encoded,
     Tokens,
     check_ids,
     encoded_answer,
-    encoded_turns,
     metadata_of,
+    words_of_turns,
 )
 from blr_analysis.runs import reading_in, training_of
 from blr_analysis.task import Task
@@ -84,6 +84,7 @@ def language_task(
     eos: bool | None = None,
     beta: float | None = None,
     online: bool = False,
+    mark: str | None = None,
 ) -> Task:
     """The task of a language model on texts, prompts with answers, or conversations.
 
@@ -113,6 +114,9 @@ def language_task(
         beta: β of the loss of preference pairs; None: the training's, where it is recorded, or
             else 0.1, as in TRL.
         online: fetch data from the Hub where no file or folder of their name is on this machine.
+        mark: the ``mark`` of the dataset when the same data were read before. If the data, the
+            tokenizer and these arguments have it still, a text is tokenized when it is first asked
+            for; else all are, now.
 
     Raises:
         InputError: the model is no causal language model, or reads fewer tokens than
@@ -134,6 +138,9 @@ def language_task(
         eos = reading.get("eos", False)
     if eos:
         loaded = with_end_token(loaded)
+    current_mark = mark_of_texts(
+        data, loaded, text=text, prompt=prompt, answer=answer, max_length=max_length
+    )
     table, place = read_rows(data, online=online)
     if (prompt is None) != (answer is None):
         raise InputError("prompt= and answer= (--prompt, --answer) go together")
@@ -146,9 +153,11 @@ def language_task(
         raise InputError(f"beta (--beta) belongs to pairs, {place} has no chosen and rejected")
     if prompt is not None and answer is not None:
         table = _with_usual_names(table, place, prompt, answer)
-    texts = read_tokens(loaded, table, place, text, max_length)
+    is_unchanged = mark is not None and mark == current_mark
+    texts = read_tokens(loaded, table, place, text, max_length, on_demand=is_unchanged)
+    tokens = replace(texts.tokens, mark=current_mark)
     metadata = metadata_of(table, texts.columns, texts.words)
-    return texts.tokens.task(loaded, metadata=metadata, **training_of(loaded.folder))
+    return tokens.task(loaded, metadata=metadata, **training_of(loaded.folder))
 
 
 def with_end_token(loaded: Pretrained) -> Pretrained:
@@ -190,6 +199,8 @@ def read_tokens(
     text: str | Sequence[str] | None,
     max_length: int | None,
     labels: Sequence[int] | None = None,
+    *,
+    on_demand: bool = False,
 ) -> Texts:
     """The rows of a table as token ids, cut to ``max_length``.
 
@@ -197,6 +208,8 @@ def read_tokens(
         place: the name of the data in errors.
         text: the column, or the two columns of pairs; None: found by their usual names.
         labels: of a classifier, the class of every row; None: all are class 0.
+        on_demand: make the ids of a language model's text when they are first asked for. They
+            were made before, so that the rows that are cut are not counted again.
 
     Raises:
         DataError: no such columns, or a row that cannot be read.
@@ -206,19 +219,28 @@ def read_tokens(
     values_of_rows = list(cells.where(cells.notna(), None).itertuples(index=False, name=None))
     places = places_of(table, place)
     if loaded.task == "causal_lm":
-        words, rows = _rows_of_language(loaded, columns, values_of_rows, places, max_length)
-        shortened = [{name: ids[:max_length] for name, ids in row.items()} for row in rows]
-    else:
-        texts_of_rows = _texts_of_rows(values_of_rows, places)
-        words = [" ".join(texts) for texts in texts_of_rows]
-        rows = [ids_of(loaded, *texts) for texts in texts_of_rows]
-        shortened = _rows_to_classify(loaded, texts_of_rows, max_length, labels)
-    n_cut = sum(
+        texts = [
+            _text_of(columns, values, place)
+            for values, place in zip(values_of_rows, places, strict=True)
+        ]
+        words = [text.words for text in texts]
+        tokens = _tokens_of_language(loaded, texts, max_length, on_demand=on_demand)
+        return Texts(columns, tokens, words)
+    texts_of_rows = _texts_of_rows(values_of_rows, places)
+    words = [" ".join(texts) for texts in texts_of_rows]
+    rows = [ids_of(loaded, *texts) for texts in texts_of_rows]
+    shortened = _rows_to_classify(loaded, texts_of_rows, max_length, labels)
+    n_cut = _count_of_cut(rows, shortened)
+    tokens = Tokens(shortened, loaded.pad_id, max_length, n_cut, loaded.tokenizer)
+    return Texts(columns, tokens, words)
+
+
+def _count_of_cut(rows: Sequence[Mapping[str, Ids]], shortened: Sequence[Mapping[str, Ids]]) -> int:
+    """How many rows were cut."""
+    return sum(
         len(short["input_ids"]) < len(row["input_ids"])
         for short, row in zip(shortened, rows, strict=True)
     )
-    tokens = Tokens(shortened, loaded.pad_id, max_length, n_cut, loaded.tokenizer)
-    return Texts(columns, tokens, words)
 
 
 def _columns(
@@ -236,22 +258,31 @@ def _columns(
     return columns
 
 
-def _rows_of_language(
+def _tokens_of_language(
     loaded: Pretrained,
-    columns: Sequence[str],
-    values_of_rows: Sequence[Sequence[Any]],
-    places: Sequence[str],
+    texts: Sequence[Answered | Conversation],
     max_length: int | None,
-) -> tuple[list[str], list[dict[str, Ids]]]:
-    """The words of every row, and its ids and labels, checked and not cut yet."""
-    words = []
-    rows = []
-    for values, place in zip(values_of_rows, places, strict=True):
-        words_of_row, row = _sequence(loaded, columns, values, place)
-        check_ids(loaded, row, max_length, place)
-        words.append(words_of_row)
-        rows.append(row)
-    return words, rows
+    *,
+    on_demand: bool,
+) -> Tokens:
+    """The ids and labels of a language model's texts, checked and cut."""
+
+    def whole(index: int) -> dict[str, Ids]:
+        text = texts[index]
+        row = text.encoded(loaded)
+        check_ids(loaded, row, max_length, text.place)
+        return row
+
+    def shortened(row: dict[str, Ids]) -> dict[str, Ids]:
+        return {name: ids[:max_length] for name, ids in row.items()}
+
+    if on_demand:
+        rows = RowsOnDemand(len(texts), lambda index: shortened(whole(index)))
+        return Tokens(rows, loaded.pad_id, max_length, tokenizer=loaded.tokenizer)
+    whole_rows = [whole(index) for index in range(len(texts))]
+    rows = [shortened(row) for row in whole_rows]
+    n_cut = _count_of_cut(whole_rows, rows)
+    return Tokens(rows, loaded.pad_id, max_length, n_cut, loaded.tokenizer)
 
 
 def _texts_of_rows(
@@ -305,10 +336,50 @@ def answer_columns(table: Any) -> tuple[str, ...]:
     return (prompt, answer)
 
 
-def _sequence(
-    loaded: Pretrained, columns: Sequence[str], values: Sequence[Any], place: str
-) -> Encoded:
-    """The words, ids and labels of a text, of a prompt with its answer, or of messages."""
+@dataclass(frozen=True)
+class Answered:
+    """A prompt and its answer; of a text that counts whole the prompt is "".
+
+    Attributes:
+        place: the name of the row in errors.
+    """
+
+    prompt: str
+    answer: str
+    place: str
+
+    @property
+    def words(self) -> str:
+        return self.prompt + self.answer
+
+    def encoded(self, loaded: Pretrained) -> dict[str, Ids]:
+        """The ids and labels."""
+        return encoded_answer(loaded, self.prompt, self.answer)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages; the assistant's turns from ``first_answer`` on are answers.
+
+    Attributes:
+        place: the name of the row in errors.
+    """
+
+    turns: list[dict[str, Any]]
+    first_answer: int
+    place: str
+
+    @property
+    def words(self) -> str:
+        return words_of_turns(self.turns)
+
+    def encoded(self, loaded: Pretrained) -> dict[str, Ids]:
+        """The ids and labels."""
+        return encoded_chat(loaded, self.turns, self.first_answer, self.place)
+
+
+def _text_of(columns: Sequence[str], values: Sequence[Any], place: str) -> Answered | Conversation:
+    """A text, a prompt with its answer, or messages, from the values of these columns."""
     are_lists = all(isinstance(value, Iterable) and not isinstance(value, str) for value in values)
     if are_lists or columns[0] in MESSAGES:
         conversations = [
@@ -318,14 +389,13 @@ def _sequence(
         first_answer = 0  # of one conversation, every assistant's turn is an answer
         if len(conversations) > 1:
             first_answer = len(conversations[0])  # the prompt's turns stand before it
-        return encoded_turns(loaded, turns, first_answer, place)
+        return Conversation(turns, first_answer, place)
     texts = [
         _words(value, name, place)
         for value, name in zip(values, columns, strict=True)
         if name != "input" or str(value or "").strip()
     ]
-    prompt = "\n\n".join(texts[:-1])
-    return prompt + texts[-1], encoded_answer(loaded, prompt, texts[-1])
+    return Answered("\n\n".join(texts[:-1]), texts[-1], place)
 
 
 def _words(value: Any, name: str, place: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from blr_analysis.huggingface.chats import (
     IGNORED,
     Ids,
     common_start,
-    encoded_chat,
     ids_of,
     labelled,
 )
@@ -25,7 +24,6 @@ from blr_analysis.task import Task
 
 SHOWN = 200  # characters of a text that become metadata of its example
 BATCH = 8  # examples of a batch
-Encoded = tuple[str, dict[str, Ids]]  # the text of a row, and its ids with labels
 
 
 @dataclass(frozen=True)
@@ -40,14 +38,17 @@ class Tokens:
         cut: the number of rows that were cut.
         tokenizer: the tokenizer of the ids.
         side: the side on which short rows are filled up, "right" or "left".
+        mark: tells the data and how they were read from others; None where no mark does. See
+            :mod:`~blr_analysis.huggingface.recognised`.
     """
 
-    rows: list[dict[str, Any]]
+    rows: Sequence[dict[str, Any]]
     pad_id: int
     max_length: int | None = None
     cut: int = 0
     tokenizer: Any = None
     side: str = "right"
+    mark: str | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -92,13 +93,14 @@ def padding_side(loaded: Pretrained, tokens: Tokens) -> str:
     It is "right", unless the tokenizer says "left" and filling up on the right changes the model's
     outputs (XLNet reads the last position of a text).
     """
+    side = getattr(loaded.tokenizer, "padding_side", "right")
+    if side == "right" or loaded.task == "causal_lm":
+        return "right"  # in causal models, later tokens do not change a text's outputs
     by_length = sorted(tokens.rows, key=lambda row: len(row["input_ids"]))
     shortest = by_length[0]
     longest = by_length[-1]
-    lengths_differ = len(shortest["input_ids"]) < len(longest["input_ids"])
-    side = getattr(loaded.tokenizer, "padding_side", "right")
-    if side == "right" or loaded.task == "causal_lm" or not lengths_differ:
-        return "right"  # in causal models, later tokens do not change a text's outputs
+    if len(shortest["input_ids"]) == len(longest["input_ids"]):
+        return "right"
     alone = _logits(loaded, tokens, [shortest])
     padded = _logits(loaded, tokens, [shortest, longest])
     return "right" if torch.allclose(alone[0], padded[0], rtol=1e-3, atol=1e-5) else side
@@ -124,12 +126,9 @@ def metadata_of(table: Any, columns: Sequence[str], words: Sequence[str]) -> dic
     return metadata
 
 
-def encoded_turns(
-    loaded: Pretrained, turns: list[dict[str, Any]], first_answer: int, place: str
-) -> Encoded:
-    """The text and ids of a conversation; the assistant's turns from ``first_answer`` on count."""
-    words = " ".join(str(turn.get("content") or "") for turn in turns)
-    return words, encoded_chat(loaded, turns, first_answer, place)
+def words_of_turns(turns: Sequence[Mapping[str, Any]]) -> str:
+    """The text of a conversation."""
+    return " ".join(str(turn.get("content") or "") for turn in turns)
 
 
 def encoded_answer(loaded: Pretrained, prompt: str, answer: str) -> dict[str, Ids]:

@@ -451,3 +451,88 @@ def test_a_posterior_of_sequences_says_that_labels_were_drawn(llm: Path, tmp_pat
     q = blr.fit_laplace(task, structure="kron", prior_precision=1.0)
     assert q.record["kind"] == "fisher_mc"
     assert "1 drawn label of each token" in q.note
+
+
+def edited_texts(file: Path, rows: list[Any]) -> Path:
+    """The second row is as the first."""
+    return written(file, [rows[0], rows[0], *rows[2:]])
+
+
+def other_template(file: Path, tokenizer: Any) -> dict[str, int]:
+    tokenizer.chat_template = MARKED
+    return {}
+
+
+def other_token(file: Path, tokenizer: Any) -> dict[str, int]:
+    tokenizer.add_tokens(["unheard"])
+    return {}
+
+
+def other_length(file: Path, tokenizer: Any) -> dict[str, int]:
+    return {"max_length": 6}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"text": text, "source": "web"} for text in tiny.sentences(5, low=2)],
+        [{"prompt": "the film", "answer": f" was {word}"} for word in ("good", "dull", "a book")],
+        [{"messages": chat("the film", word)} for word in ("good", "dull", "a book")],
+    ],
+    ids=["texts", "answers", "messages"],
+)
+def test_unchanged_texts_are_tokenized_on_demand(
+    llm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: Any
+) -> None:
+    """They are the same texts, no other one is tokenized, and what has changed is read again."""
+    loaded = load_model(llm)
+    loaded.tokenizer.chat_template = PLAIN
+    file = written(tmp_path / "rows.jsonl", rows)
+    task = language_task(loaded, file)
+    mark = task.dataset.mark
+    again = language_task(loaded, file, mark=mark)
+    assert again.metadata == task.metadata
+    torch.testing.assert_close(again.fetch(torch.tensor([1])), task.fetch(torch.tensor([1])))
+    q = blr.fit_laplace(task, prior_precision=1.0)
+    blr.Index.build(task, q, tmp_path / "index", rank=20)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(task.examples), "sha256", lambda *_: pytest.fail("all were read"))
+        index = blr.Index.open(tmp_path / "index", task=again)
+        index.top(again.subset([0]), 1, refine=1)
+    for change in (other_template, other_length, other_token):
+        settings = change(file, loaded.tokenizer)
+        changed = language_task(loaded, file, mark=mark, **settings)
+        assert isinstance(changed.dataset.rows, list), change
+    loaded = load_model(llm)
+    loaded.tokenizer.chat_template = PLAIN
+    edited = language_task(loaded, edited_texts(file, rows), mark=mark)
+    with pytest.raises(BLRError, match=r"other (data|inputs|targets)"):
+        blr.Index.open(tmp_path / "index", task=edited)
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["in memory", "on disk"])
+def test_a_data_set_is_known_by_its_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
+) -> None:
+    """A number that changed is other data; the same numbers with another fingerprint are not."""
+    numbers = torch.randn(40, 2, generator=torch.Generator().manual_seed(0)).tolist()
+    labels = [number % 3 for number in range(40)]
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(2, 3))
+
+    def task(name: str) -> blr.Task:
+        data = datasets.Dataset.from_dict({"input": numbers, "labels": labels})
+        if saved:
+            data.save_to_disk(tmp_path / name)
+            data = datasets.load_from_disk(tmp_path / name)
+        return blr.Task(model, data)
+
+    original = task("a")
+    q = blr.fit_laplace(original, prior_precision=1.0)
+    blr.Index.build(original, q, tmp_path / "index")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(original.examples), "sha256", lambda *_: pytest.fail("all were read"))
+        blr.Index.open(tmp_path / "index", task=original)
+    blr.Index.open(tmp_path / "index", task=task("b"))
+    numbers[7][1] += 1.0
+    with pytest.raises(BLRError, match="other data"):
+        blr.Index.open(tmp_path / "index", task=task("c"))

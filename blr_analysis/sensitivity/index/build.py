@@ -103,6 +103,7 @@ class Builder:
         entries = {"error": self.store.plan["error"], "numbers": self.projection.sketch.size}
         q = self.projection.sketch.posterior
         entries["coverage"] = q.coverage
+        entries["mark"] = self.projection.task.examples.mark(self.projection.task.metadata)
         q.save(self.store.path / POSTERIOR)
         self.store.write_examples(self.projection.task.metadata)
         self.store.write_config(claim | entries)

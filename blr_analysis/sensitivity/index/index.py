@@ -7,7 +7,7 @@ of each g, and whose products are these influences but for an error: ``sketch.py
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -127,14 +127,14 @@ class Index:
 
         Raises:
             StorageError: nothing there, an index that is not complete or is damaged.
-            PosteriorError: the task does not belong to its posterior, or has other data (all are
-                read, and compared by their sha256) or other metadata.
+            PosteriorError: the task does not belong to its posterior, or has other data or other
+                metadata. Data are compared by the sha256 of all examples; of texts that
+                ``language_task`` read from a file, that of the file is enough, and of a
+                ``datasets.Dataset`` its fingerprint with the sizes and times of its files.
         """
         index = cls._opened(Path(path_of(path)).expanduser(), task)
-        if task is not None:
-            data = index._store.config.get("data")
-            if data != task.examples.sha256(task.metadata):
-                raise PosteriorError("the index is of other data or metadata than the task's.")
+        if task is not None and not _has_data_of(task, index._store.config):
+            raise PosteriorError("the index is of other data or metadata than the task's.")
         return index
 
     @classmethod
@@ -327,6 +327,14 @@ def blocks_of_questions(questions: Task, q: Posterior) -> tuple[Tensor, ...]:
     n_questions = questions.n_data
     size = Budget.of(questions, q, n_questions).vectors
     return torch.arange(n_questions).split(size)
+
+
+def _has_data_of(task: Task, config: Mapping[str, Any]) -> bool:
+    """Whether a task has the data and metadata of the index with this record."""
+    mark = task.examples.mark(task.metadata)
+    if mark is not None and mark == config.get("mark"):
+        return True
+    return config.get("data") == task.examples.sha256(task.metadata)
 
 
 def _of_task(posterior: Posterior, task: Task | None) -> Posterior:
