@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from likelihood_cases import MEMBERS, SEQUENCES
+from models import randomised, seeded
 from oracles import relative
-from tiny_lm import IGNORED, sequences, task_of, tiny_lm
+from tiny_lm import IGNORED, VOCABULARY, sequences, task_of, tiny_lm
 from torch import Tensor, nn
 
 import blr_analysis as blr
+from blr_analysis.backprop.inputs import input_moments
 from blr_analysis.errors import DataError, ModelError
 from blr_analysis.likelihoods import TokenCategorical
 from blr_analysis.task import Task
@@ -121,3 +126,76 @@ def test_the_gram_of_inputs_knows_padding_without_a_mask(batch_size: int) -> Non
     masked, plain = (blr.fit_laplace(t, structure="gram", prior_precision=1.0) for t in tasks)
     for name in masked.mean:
         assert relative(plain.precision(name), masked.precision(name)) < 1e-6, name
+
+
+class Reads(nn.Module):
+    """Words and one more layer, which reads the tokens or their places in its own way."""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.reads = reads
+        width = 4
+        self.words = nn.Embedding(VOCABULARY, width)
+        tables = ("shared places", "places of one row", "distances")
+        self.layer: Any = nn.Linear(width, width)
+        if reads in tables:
+            self.layer = nn.Embedding(24, width)
+        if reads == "attention":
+            self.layer = nn.MultiheadAttention(width, 2, batch_first=True)
+        if reads == "channels first":
+            self.layer = nn.Conv1d(width, width, 1)
+        self.read = nn.Linear(width, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        x = self.words(input_ids)
+        t = torch.arange(input_ids.shape[1])
+        hidden = torch.ones(len(t), len(t), dtype=torch.bool).triu(1)
+        read = {
+            "shared places": lambda: self.layer(t.unsqueeze(0)),
+            "places of one row": lambda: self.layer(t),
+            "distances": lambda: (self.layer((t - t[:, None]).abs()) * ~hidden[..., None]).sum(1),
+            "tokens": lambda: self.layer(x),
+            "time first": lambda: self.layer(x.transpose(0, 1)).transpose(0, 1),
+            "rows": lambda: self.layer(x.flatten(0, 1)).view_as(x),
+            "by head": lambda: self.layer(torch.stack([x, x + 1], 1)).sum(1),
+            "channels first": lambda: self.layer(x.mT).mT,
+            "attention": lambda: self.layer(x, x, x, attn_mask=hidden, need_weights=False)[0],
+        }
+        return SimpleNamespace(logits=self.read(x + read[self.reads]()))
+
+
+WAYS = ("shared places", "places of one row", "distances", "tokens", "time first", "rows")
+
+
+@pytest.mark.parametrize("reads", [*WAYS, "by head", "channels first", "attention"])
+def test_the_gram_of_inputs_counts_no_padding(reads: str) -> None:
+    """Whatever reads it: moments and counts are those of sequences by themselves. In one batch
+    there are as many sequences as tokens."""
+    with seeded(0):
+        model = randomised(Reads(reads))
+    ids = sequences(9)
+    alone = task_of(model, ids, batch_size=1)
+    as_many = len(ids) - max(len(x) for x in ids)
+    expected = input_moments(alone, alone.parameters())
+    for batch_size, n_extra in ((9, as_many), (9, 4), (4, 0)):
+        task = task_of(model, ids, batch_size=batch_size, n_extra=n_extra)
+        sums = input_moments(task, task.parameters())
+        assert sums.tensors().keys() == expected.tensors().keys()
+        for name, total in sums.tensors().items():
+            torch.testing.assert_close(total, expected.tensors()[name], msg=f"{name}: {{}}".format)
+
+
+def test_rows_that_may_be_padding_are_named() -> None:
+    """An expert's rows do not tell which tokens they are of."""
+
+    class Routed(Reads):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+            x = self.words(input_ids).flatten(0, 1)
+            read = x.index_add(0, torch.arange(0, len(x), 2), self.layer(x[::2]))
+            return SimpleNamespace(logits=self.read(read.view(*input_ids.shape, -1)))
+
+    with seeded(0):
+        model = randomised(Routed("tokens"))
+    task = task_of(model, sequences(6), batch_size=6)
+    with pytest.warns(UserWarning, match="'layer' reads rows that may be padding"):
+        input_moments(task, task.parameters())

@@ -5,13 +5,14 @@ a 1 joined to a for the bias. For an embedding, whose inputs are one-hot, A is d
 each row was looked up.
 
 Padding does not count. It is what a batch's ``attention_mask`` hides. Without a mask it is, in a
-causal language model, what follows the last label that counts.
+causal language model, what follows the last label that counts. Where all examples share a row (that
+of a position), it counts once for each example that has a token there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,10 +34,13 @@ from blr_analysis.backprop.matrices import Joint, MatrixShape
 from blr_analysis.backprop.plan import units_of
 from blr_analysis.backprop.record import Unit, indices_of_rank, watched
 from blr_analysis.data.batches import mask_and_labels
+from blr_analysis.errors import warn_user
 from blr_analysis.files import Unfinished
 from blr_analysis.likelihoods import CausalLM, Likelihood
 from blr_analysis.progress import track
 from blr_analysis.task import Task
+
+Times = int | Tensor  # how often each of R rows counts, one number or ``[R]``
 
 
 class _PassIsDone(BaseException):
@@ -104,7 +108,7 @@ class InputMoments:
             return None
         return self.counts[joint.key].double().cpu()[None, :, None]
 
-    def add(self, joint: Joint, rows: Tensor, times: int, tensor: Tensor) -> None:
+    def add(self, joint: Joint, rows: Tensor, times: Times, tensor: Tensor) -> None:
         """Add Σ a aᵀ over a layer's input rows.
 
         Args:
@@ -113,26 +117,28 @@ class InputMoments:
             times: how often each row counts.
             tensor: the layer's argument that the rows were read from.
         """
-        g, n_rows, i = rows.shape
+        g, _, i = rows.shape
+        counts = torch.as_tensor(times, dtype=rows.dtype, device=rows.device).expand(rows.shape[1])
         has_bias = joint.bias is not None
         if joint.key not in self.moments:
             size = i + 1 if has_bias else i
             self.moments[joint.key] = (joint, rows.new_zeros(g, size, size, dtype=torch.float64))
             self.spread[joint.key] = rows.new_zeros(2, dtype=torch.float64)
-        fourth = times * _off_diagonal_squares(rows, has_bias)
-        self.spread[joint.key] += torch.stack([fourth, fourth.new_tensor(n_rows * times)])
+        fourth = (counts.double() * _off_diagonal_squares(rows, has_bias)).sum()
+        total = counts.double().sum()
+        self.spread[joint.key] += torch.stack([fourth, total])
         _, moments = self.moments[joint.key]
-        weighted = rows * times**0.5
+        weighted = rows * counts.sqrt().unsqueeze(-1)
         moments[:, :i, :i] += weighted.mT @ weighted
         if has_bias:
-            sums = weighted.sum(1).double() * times**0.5
+            sums = (weighted * counts.sqrt().unsqueeze(-1)).sum(1).double()
             moments[:, :i, i] += sums
             moments[:, i, :i] += sums
-            moments[:, i, i] += n_rows * times
+            moments[:, i, i] += total
 
 
 def _off_diagonal_squares(rows: Tensor, has_bias: bool) -> Tensor:
-    """Σ_{i≠j} (a_i a_j)² = (Σ_i a_i²)² − Σ_i a_i⁴, summed over the rows a.
+    """Σ_{i≠j} (a_i a_j)² = (Σ_i a_i²)² − Σ_i a_i⁴ of each row a, ``[g, R]``.
 
     A 1 is joined to every row where there is a bias.
     """
@@ -142,7 +148,7 @@ def _off_diagonal_squares(rows: Tensor, has_bias: bool) -> Tensor:
     if has_bias:
         second = second + 1
         fourth = fourth + 1
-    return (second.square() - fourth).sum()
+    return second.square() - fourth
 
 
 @dataclass
@@ -160,7 +166,7 @@ class FirstMoments(InputMoments):
     def begin(self) -> None:
         self.waiting = set(self.layers)
 
-    def add(self, joint: Joint, rows: Tensor, times: int, tensor: Tensor) -> None:
+    def add(self, joint: Joint, rows: Tensor, times: Times, tensor: Tensor) -> None:
         super().add(joint, rows, times, tensor)
         self.waiting.discard(joint.key)
         if not self.waiting:
@@ -187,7 +193,7 @@ class RunOrder(InputMoments):
         self._ran = set()
         self._input_before = None
 
-    def add(self, joint: Joint, rows: Tensor, times: int, tensor: Tensor) -> None:
+    def add(self, joint: Joint, rows: Tensor, times: Times, tensor: Tensor) -> None:
         self.layers.setdefault(joint.key, joint)
         if joint.key in self._ran:
             self.repeated.add(joint.key)
@@ -248,21 +254,99 @@ def swept(
         is_done = unfinished is not None and number < unfinished.done
         if is_done:
             continue
-        mask = _mask(batch, task.likelihood.kind)
-        sums.begin()
-        see = partial(_see, sums, mask, len(indices))
-        with watched(units, see), suppress(_PassIsDone):
-            model.run_batch(batch, indices)
+        for part, part_of_batch in _unambiguous(task, indices, batch):
+            padding = _Padding(len(part), _masks(part_of_batch, task.likelihood.kind))
+            sums.begin()
+            with watched(units, partial(_see, sums, padding)), suppress(_PassIsDone):
+                model.run_batch(part_of_batch, part)
         if unfinished is not None:
             unfinished.follow(sums.tensors())
     ranks.total(sums.tensors().values())
     return sums
 
 
+@dataclass(frozen=True)
+class _Padding:
+    """Which rows of a layer's input count, in one batch.
+
+    Attributes:
+        n_examples: B, the size of the batch.
+        masks: tables ``[B, T]``, False at padding: of the tokens, and of a decoder's labels.
+    """
+
+    n_examples: int
+    masks: list[Tensor]
+
+    def counts(self, shape: torch.Size, layer: str, *, are_ids: bool = False) -> Tensor:
+        """How many examples each input row stands for, in a shape that broadcasts to ``shape``.
+
+        Args:
+            shape: the dimensions of an input before its features, see :func:`counts_under`.
+            layer: the layer's name, for a warning.
+            are_ids: whether the input holds the ids of an embedding.
+        """
+        for mask in self.masks:
+            counts = counts_under(mask, shape, are_ids=are_ids)
+            if counts is not None:
+                return counts
+        is_padded = any(not bool(mask.all()) for mask in self.masks)
+        if is_padded and shape[0] != self.n_examples:
+            warn_user(
+                f"{layer!r} reads rows that may be padding, and they count: give batches of texts "
+                "of one length"
+            )
+        is_shared = shape[0] == 1 or (are_ids and shape[0] % self.n_examples != 0)
+        return torch.tensor(self.n_examples if is_shared else 1)
+
+
+def counts_under(mask: Tensor, shape: torch.Size, *, are_ids: bool) -> Tensor | None:
+    """How many examples each row of an input stands for; None where that is not clear.
+
+    An input may have a row for every token: ``[B, T, ...]``, ``[B, ..., T]``, ``[T, B, ...]`` or
+    ``[B·T]``. Or all examples share it: it is ``[1, T]``, and ids may be ``[T]``, or ``[T, T]`` for
+    the distances of tokens. A shared row counts once for each example that has tokens there.
+
+    Args:
+        mask: ``[B, T]``, False at padding; T is not B, or B is 1.
+
+    >>> mask = torch.tensor([[True, True, True], [True, True, False]])
+    >>> counts_under(mask, torch.Size([1, 3]), are_ids=True)
+    tensor([[2, 2, 1]])
+    """
+    n_examples, length = mask.shape
+    counts = mask.long()
+    places = [place for place, size in enumerate(shape) if size == length]
+    sizes = [length if place in places else 1 for place in range(len(shape))]
+    if shape[0] == n_examples and len(places) == 1:
+        return counts.reshape(n_examples, *sizes[1:])
+    if shape[:2] == (length, n_examples):
+        return counts.mT.reshape(length, n_examples, *sizes[2:])
+    if shape == (n_examples * length,):
+        return counts.flatten()
+    is_shared = shape[0] != n_examples and (shape[0] == 1 or are_ids)
+    if is_shared and len(places) == 1:
+        return counts.sum(0).reshape(sizes)
+    if is_shared and shape == (length, length):
+        return (mask.double().mT @ mask.double()).long()
+    return None
+
+
+def _unambiguous(task: Task, indices: Tensor, batch: Any) -> Iterator[tuple[Tensor, Any]]:
+    """The batch, in parts where it has as many examples as tokens.
+
+    A dimension of that size could be either.
+    """
+    masks = _masks(batch, task.likelihood.kind)
+    if len(indices) == 1 or all(len(indices) != mask.shape[1] for mask in masks):
+        yield indices, batch
+        return
+    for part in (indices[:1], indices[1:]):
+        yield from _unambiguous(task, part, task.fetch(part))
+
+
 def _see(
     sums: InputMoments,
-    mask: Tensor | None,
-    batch: int,
+    padding: _Padding,
     unit: Unit,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -270,76 +354,97 @@ def _see(
 ) -> None:
     """Add the inputs of one call of a layer to the sums."""
     arguments = [*args, *kwargs.values()]
-    is_shared = len(arguments[0]) == 1  # one row that all examples share
-    times = batch if is_shared else 1
+    first = arguments[0]
     module: Any = unit.module
     if isinstance(unit.module, nn.MultiheadAttention) and "in_proj_weight" in unit.names:
         joint, rows = _attention_rows(module, unit, arguments)
-        sums.add(joint, rows, times, arguments[0])
+        _add(sums, joint, rows, padding.counts(first.shape[:-1], unit.path), first)
     if "weight" not in unit.names:
         return
     if unit.rule is embedding:
-        ids = _rows(arguments[0].unsqueeze(-1), mask).flatten()
-        _count(sums, module, unit.names["weight"], ids, times)
+        counts = padding.counts(first.shape, unit.path, are_ids=True).expand(first.shape)
+        _count(sums, module, unit.names["weight"], first.flatten(), counts.flatten())
         return
-    layout_and_rows = _matrix_rows(module, unit, arguments[0], mask)
+    layout_and_rows = _matrix_rows(module, unit, first)
     if layout_and_rows is not None:
         layout, rows = layout_and_rows
         joint = Joint(unit.names["weight"], unit.names.get("bias"), layout)
-        sums.add(joint, rows, times, arguments[0])
+        _add(sums, joint, rows, padding.counts(rows.shape[1:-1], unit.path), first)
+
+
+def _add(sums: InputMoments, joint: Joint, rows: Tensor, counts: Tensor, tensor: Tensor) -> None:
+    """Add the rows ``[g, ..., I]`` that count to the sums.
+
+    Args:
+        counts: how many examples each row stands for; it broadcasts to ``[...]``.
+    """
+    counts = counts.to(rows.device)
+    if counts.ndim == 0:
+        sums.add(joint, rows.flatten(1, -2), int(counts), tensor)
+        return
+    times = counts.expand(rows.shape[1:-1]).flatten()
+    flat_rows = rows.flatten(1, -2)
+    does_count = times > 0
+    if not bool(does_count.all()):
+        flat_rows = flat_rows[:, does_count]
+        times = times[does_count]
+    sums.add(joint, flat_rows, times, tensor)
 
 
 def _attention_rows(module: Any, unit: Unit, arguments: list[Any]) -> tuple[Joint, Tensor]:
-    """Queries, keys and values ``[3, R, I]``, each with a third of the projection's rows."""
+    """Queries, keys and values ``[3, ..., I]``, each with a third of the projection's rows."""
     e = module.embed_dim
     layout = MatrixShape(3, e, e, (3 * e, e))
-    rows = torch.stack([upcast(x).reshape(-1, e) for x in arguments[:3]])
+    rows = torch.stack([upcast(x) for x in arguments[:3]])
     joint = Joint(unit.names["in_proj_weight"], unit.names.get("in_proj_bias"), layout)
     return joint, rows
 
 
-def _count(sums: InputMoments, module: Any, name: str, ids: Tensor, times: int) -> None:
+def _count(sums: InputMoments, module: Any, name: str, ids: Tensor, times: Tensor) -> None:
     """Add how often each row of an embedding was looked up."""
-    counts = times * torch.bincount(ids, minlength=len(module.weight))
+    looked_up = torch.bincount(
+        ids, weights=times.to(ids.device).double(), minlength=len(module.weight)
+    )
+    counts = looked_up.long()
     if module.padding_idx is not None:
         counts[module.padding_idx] = 0  # the padding row never learns
     sums.counts[name] = counts + sums.counts.get(name, torch.zeros_like(counts))
 
 
-def _matrix_rows(
-    module: Any, unit: Unit, x: Tensor, mask: Tensor | None
-) -> tuple[MatrixShape, Tensor] | None:
-    """A layer's matrix and the rows ``[g, R, I]`` that it multiplies; None where it has no
-    matrix."""
+def _matrix_rows(module: Any, unit: Unit, x: Tensor) -> tuple[MatrixShape, Tensor] | None:
+    """A layer's matrix and the rows ``[g, ..., I]`` that it multiplies.
+
+    None where the layer has no matrix.
+    """
     shape = tuple(module.weight.shape)
     if unit.rule is convolution:
         patches = unfold(upcast(x), module)  # [R, g, I, T]
-        rows = patches.permute(1, 0, 3, 2).flatten(1, 2)
+        rows = patches.permute(1, 0, 3, 2)
         g = len(rows)
         return MatrixShape(g, shape[0] // g, rows.shape[-1], shape), rows
     if unit.rule is linear:
         o, i = shape
-        return MatrixShape(1, o, i, shape), _rows(upcast(x), mask).unsqueeze(0)
+        return MatrixShape(1, o, i, shape), upcast(x).unsqueeze(0)
     if unit.rule is transposed_linear:
         i, o = shape
-        return MatrixShape(1, o, i, shape, transposed=True), _rows(upcast(x), mask).unsqueeze(0)
+        return MatrixShape(1, o, i, shape, transposed=True), upcast(x).unsqueeze(0)
     return None
 
 
-def _mask(batch: Any, likelihood: Likelihood) -> Tensor | None:
-    """Which positions ``[B, T]`` of a batch are not padding; None where the batch does not say."""
+def _masks(batch: Any, likelihood: Likelihood) -> list[Tensor]:
+    """Tables ``[B, T]``, False at padding: of the inputs, and of labels of another length.
+
+    Empty where the batch does not say what is padding.
+    """
     mask, labels = mask_and_labels(batch)
-    if mask is not None:
-        return mask
+    masks = [] if mask is None else [mask]
     has_labels = isinstance(labels, Tensor) and labels.ndim == 2
-    if not isinstance(likelihood, CausalLM) or not has_labels:
-        return None
-    counted_from_here = likelihood.counted(labels).flip(1).cumsum(1).flip(1)
-    return counted_from_here > 0
-
-
-def _rows(x: Tensor, mask: Tensor | None) -> Tensor:
-    """``[B, T, ..., I]`` as ``[R, I]``, without padding."""
-    if mask is not None and x.ndim > 2 and x.shape[:2] == mask.shape:
-        x = x[mask]
-    return x.reshape(-1, x.shape[-1])
+    counted = likelihood.counted(labels) if has_labels else None
+    if counted is None:
+        return masks
+    is_causal = mask is None and isinstance(likelihood, CausalLM)
+    are_of_a_decoder = mask is not None and labels.shape != mask.shape
+    if is_causal or are_of_a_decoder:
+        counted_from_here = counted.flip(1).cumsum(1).flip(1)
+        masks.append(counted_from_here > 0)
+    return masks
