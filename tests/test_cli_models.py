@@ -26,6 +26,7 @@ import blr_analysis as blr
 from blr_analysis.backprop import engine
 from blr_analysis.cli import main
 from blr_analysis.cli.behaviour import SURPRISING
+from blr_analysis.cli.index import planned_rank
 from blr_analysis.errors import DataError, InputError, ModelError
 from blr_analysis.files import Folder, storage
 from blr_analysis.files.headers import read_record, record_text
@@ -471,10 +472,12 @@ def test_a_killed_index_does_not_fit_again(
     assert list(Path("killed.unfinished").glob("*.safetensors"))
     assert not Path("killed").exists()
     monkeypatch.setattr("blr_analysis.posterior.laplace.fit_at_weights", lambda *_, **__: 1 / 0)
-    code, _, err = run(capsys, *argv)
+    code, out, err = run(capsys, *argv)
     assert code == 0, err
     assert not Path("killed.unfinished").exists()
     assert blr.Index.open("killed").n_data == 5
+    assert "rank 1,024: the smallest" in out + err
+    assert planned_rank(Path("killed")) == 1024  # a build that goes on does not choose again
     code, out, err = run(capsys, "query", "killed", "asked.jsonl", "--refine", 3, "--top", 1)
     assert code == 0 and "the film was good" in out, err
 

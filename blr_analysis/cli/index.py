@@ -33,11 +33,13 @@ def index(
     *,
     source: Source,
     rank: Annotated[
-        int,
+        int | None,
         typer.Option(
-            help="Bytes to keep of each example. Models with fewer parameters are kept whole."
+            min=1,
+            help="Bytes to keep of each example. Models with fewer parameters are kept whole. If "
+            "left out: the smallest that errs by less than 0.3, at most 32768.",
         ),
-    ] = 32768,
+    ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="INDEX", help="A folder to write.")],
     profile: Annotated[
         bool, typer.Option("--profile", help="Print how long each pass over the data took.")
@@ -54,8 +56,9 @@ def index(
       blr-analysis index ./llm train.jsonl --out INDEX --dry-run
 
     The index keeps a projection of every example's gradient. The command first measures the error
-    of the projection on some pairs of examples. If the error is large, it says so and names a
-    --rank that would be enough. The posterior of a language model is fitted to at most 256 texts.
+    of the projection on some pairs of examples, and chooses the rank by it. If 32768 bytes are not
+    enough, it says so and names a --rank that would be. The posterior of a language model is fitted
+    to at most 256 texts.
 
     Run the command again to continue an index that was stopped (INDEX.unfinished keeps the work of
     its fit); --force starts again.
@@ -66,6 +69,7 @@ def index(
     from blr_analysis.cli.facts import facts_of_index
     from blr_analysis.files import held
     from blr_analysis.sensitivity.index.build import check_place
+    from blr_analysis.sensitivity.index.rank import LARGEST
 
     if source.structure in ("lowrank", "full"):
         raise InputError(f"an index takes --fit diag or kron, not {source.structure}")
@@ -77,9 +81,10 @@ def index(
         task, _ = source.tasks(shared, say)
         if writes and shared.force:
             remove_earlier(out, unfinished)
-        check_place(out, task, rank, at_model=source.posterior is None)
+        rank = rank or planned_rank(out)
+        check_place(out, task, rank or LARGEST, at_model=source.posterior is None)
         if shared.dry_run:
-            cost = index_forecast(source, task, rank)
+            cost = index_forecast(source, task, rank or LARGEST)
             return show_forecast(cost, fit=fit_in_words(source, task))
         built, seconds = built_index(source, task, rank, out, unfinished, say)
         if not ranks.first():
@@ -101,10 +106,21 @@ def remove_earlier(out: Path, unfinished: Path) -> None:
         shutil.rmtree(out)
 
 
+def planned_rank(out: Path) -> int | None:
+    """The rank of an index that was begun in this folder; None where none was."""
+    from blr_analysis.sensitivity.index.stored import PLAN, read_checked
+
+    plan = out / PLAN
+    return read_checked(plan)["rank"] if plan.is_file() else None
+
+
 def built_index(
-    source: Source, task: Task, rank: int, out: Path, unfinished: Path, say: Teller
+    source: Source, task: Task, rank: int | None, out: Path, unfinished: Path, say: Teller
 ) -> tuple[Index, dict[str, float]]:
     """Fit or read the posterior and build the index.
+
+    Args:
+        rank: of the index; None: it is chosen.
 
     Returns:
         The index; and the seconds of each pass over the data, by its name, and of the rest.
@@ -115,12 +131,29 @@ def built_index(
     start = time.perf_counter()
     with profiled() as seconds:
         posterior = source.posterior_of(task, say, unfinished, sampled=True)
+        if rank is None:
+            rank = chosen_rank(say, task, posterior)
         say("indexing")
         report = partial(say_rank, say, task, posterior, rank)
         built = Index.build(task, posterior, out, rank=rank, heard=report)
     total = time.perf_counter() - start
     rest = total - sum(seconds.values())
     return built, {**seconds, "the rest": rest}
+
+
+def chosen_rank(say: Teller, task: Task, posterior: Posterior) -> int:
+    """The smallest rank whose error is below :data:`ROUGH`, or else the largest."""
+    from blr_analysis.sensitivity.index.rank import LARGEST, smallest_rank_with_error_below
+
+    found = smallest_rank_with_error_below(ROUGH, task, posterior)
+    if found is None:
+        return LARGEST
+    rank, error = found
+    say(
+        f"rank {rank:,}: the smallest tried with an error below {ROUGH:g} "
+        f"({error.relative_rms:.2f} on a sample)"
+    )
+    return rank
 
 
 def say_rank(

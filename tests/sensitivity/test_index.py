@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,18 @@ from transformers.pytorch_utils import Conv1D
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError, PosteriorError, StorageError
+from blr_analysis.sensitivity.index import rank as ranking
 from blr_analysis.sensitivity.index import stored
 from blr_analysis.sensitivity.index.build import check_place, probe
 from blr_analysis.sensitivity.index.index import blocks_of_questions
 from blr_analysis.sensitivity.index.places import energies, rooms
 from blr_analysis.sensitivity.index.projection import DTYPES, Projection, records_of, values_of
-from blr_analysis.sensitivity.index.rank import larger_ranks, rank_with_error_below
+from blr_analysis.sensitivity.index.rank import (
+    larger_ranks,
+    rank_with_error_below,
+    smaller_ranks,
+    smallest_rank_with_error_below,
+)
 from blr_analysis.sensitivity.index.sketch import MatrixSketch, Sketch
 
 N = 12
@@ -243,19 +250,32 @@ def test_few_numbers_err_as_they_say_and_are_refined(tmp_path: Path) -> None:
             assert relative(refined.harmful_values, truth.harmful_values) < 1e-10
 
 
-@pytest.mark.parametrize("limit", [1.0, 0.3, 1e-9])
-def test_the_rank_that_is_advised_is_the_first_with_an_error_below_the_limit(
-    tmp_path: Path, limit: float
+def test_ranks_are_judged_by_the_error_of_their_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of larger ones the first whose error is below the limit is advised; of smaller ones the last
+    is chosen, down to the first whose error is not."""
     task = language()
-    q = posterior(task, "kron")
+    q = posterior(task)
+    monkeypatch.setattr(ranking, "HALVINGS", 2)
+    assert smaller_ranks(80) == larger_ranks(10)[::-1]
     errors = {
-        rank: blr.Index.build(task, q, tmp_path / str(rank), rank=rank).error.relative_rms
+        rank: blr.Index.build(task, q, tmp_path / str(rank), rank=rank).error
         for rank in larger_ranks(10)
     }
-    enough = [rank for rank, error in errors.items() if error < limit]
-    advised = rank_with_error_below(limit, task, q, 10)
-    assert advised == (enough[0] if enough else None)
+
+    def is_enough(rank: int, limit: float) -> bool:
+        return errors[rank].relative_rms < limit
+
+    outcomes = set()
+    for limit in (errors[40].relative_rms * 1.01, 1e-9):
+        enough = [rank for rank in larger_ranks(10) if is_enough(rank, limit)]
+        assert rank_with_error_below(limit, task, q, 10) == (enough[0] if enough else None)
+        fitting = list(takewhile(partial(is_enough, limit=limit), smaller_ranks(80)))
+        expected = (fitting[-1], errors[fitting[-1]]) if fitting else None
+        assert smallest_rank_with_error_below(limit, task, q, 80) == expected
+        outcomes.add(len(fitting))
+    assert len(outcomes) == 2, outcomes
 
 
 def test_questions_that_do_not_fit_into_memory_together_are_refined_in_blocks(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.sensitivity.door import checked_posterior
 from blr_analysis.sensitivity.index.build import exact_on_probe, measured_error, of_one_checkpoint
 from blr_analysis.sensitivity.index.projection import DTYPES, Projection
 from blr_analysis.sensitivity.index.sketch import Sketch
+from blr_analysis.sensitivity.influence.results import ProjectionError
 from blr_analysis.sensitivity.training_errors import mean_errors
 from blr_analysis.task import Task
 
 DOUBLINGS = 3
+LARGEST = 32768  # the rank where the user names none and no smaller one is enough
+HALVINGS = 5
 
 
 def larger_ranks(rank: int) -> list[int]:
@@ -22,6 +27,15 @@ def larger_ranks(rank: int) -> list[int]:
     return [rank * 2**power for power in range(1, DOUBLINGS + 1)]
 
 
+def smaller_ranks(rank: int) -> list[int]:
+    """The rank and its halves, which are tried in this order.
+
+    >>> smaller_ranks(320)
+    [320, 160, 80, 40, 20, 10]
+    """
+    return [rank // 2**power for power in range(HALVINGS + 1)]
+
+
 def rank_with_error_below(
     limit: float, task: Task, posterior: Posterior, rank: int, *, dtype: str = "int8"
 ) -> int | None:
@@ -30,14 +44,45 @@ def rank_with_error_below(
     It is measured on the pairs of examples on which :meth:`Index.build` measures its error. None if
     no rank's error is.
     """
+    errors = errors_of_ranks(task, posterior, larger_ranks(rank), dtype)
+    return next((larger for larger, error in errors if error.relative_rms < limit), None)
+
+
+def smallest_rank_with_error_below(
+    limit: float,
+    task: Task,
+    posterior: Posterior,
+    largest: int = LARGEST,
+    *,
+    dtype: str = "int8",
+) -> tuple[int, ProjectionError] | None:
+    """The last of :func:`smaller_ranks` down to which the relative error stays below ``limit``.
+
+    Returns:
+        The rank and its error, on the pairs of examples on which :meth:`Index.build` measures it.
+        None if that of the largest is above the limit.
+    """
+    size = sum(mean.numel() for mean in posterior.mean.values())
+    ranks = smaller_ranks(largest)
+    storing_all = [rank for rank in ranks if rank >= size]
+    chosen = None
+    for rank, error in errors_of_ranks(task, posterior, ranks[len(storing_all[1:]) :], dtype):
+        if error.relative_rms >= limit:
+            break
+        chosen = (rank, error)
+    return chosen
+
+
+def errors_of_ranks(
+    task: Task, posterior: Posterior, ranks: Sequence[int], dtype: str
+) -> Iterator[tuple[int, ProjectionError]]:
+    """Each rank with the error that an index of that rank has."""
     q = of_one_checkpoint(checked_posterior(task, posterior))
     task = task.holding(q.buffers).quiet
-    errors = mean_errors(task, q)
+    mean = mean_errors(task, q)
     exact = None
-    for larger in larger_ranks(rank):
-        projection = Projection(task, Sketch.of(q, larger), errors)
+    for rank in ranks:
+        projection = Projection(task, Sketch.of(q, rank), mean)
         if exact is None:
             exact = exact_on_probe(projection)
-        if measured_error(projection, DTYPES[dtype], exact).relative_rms < limit:
-            return larger
-    return None
+        yield rank, measured_error(projection, DTYPES[dtype], exact)
