@@ -427,7 +427,6 @@ DEFAULTS_OF = {  # where a command takes the options of a function
     "audit": ("audit:investigate", ["by", "passes"]),
     "what-if": ("sensitivity:what_if", ["solver", "seeds", "passes"]),
     "validate": ("sensitivity:validate", ["halves", "seeds", "passes", "keep"]),
-    "index": ("sensitivity:Index.build", ["rank"]),
     "fisher": (
         "huggingface.fisher:fisher",
         ["kind", "structure", "samples", "label", "task", "examples", "max_length", "seed"],

@@ -9,14 +9,17 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from blr_analysis.checks import package_version
 from blr_analysis.data.examples import mark_of
 from blr_analysis.huggingface.chats import Ids
 from blr_analysis.huggingface.data import parts_of_address
 from blr_analysis.huggingface.models import Pretrained
 
+LIBRARIES = ("transformers", "tokenizers")  # whose versions may change the ids
 Row = dict[str, Ids]
 
 
@@ -59,16 +62,11 @@ def mark_of_texts(data: Any, loaded: Pretrained, **reading: Any) -> str | None:
     Returns:
         None where the data are not on this machine, or the tokenizer cannot be written down.
     """
-    import tokenizers
-    import transformers
-
-    import blr_analysis
-
     content = _mark_of_content(data)
     tokenizer = _description_of(loaded.tokenizer)
     if content is None or tokenizer is None:
         return None
-    versions = [library.__version__ for library in (blr_analysis, transformers, tokenizers)]
+    versions = [package_version(), *map(version, LIBRARIES)]
     facts = [content, tokenizer, loaded.closing, loaded.longest, loaded.inputs, versions, reading]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
