@@ -81,7 +81,7 @@ def _trained_and_audited(
     say(f"training {network}, {n_wrong} of them mislabelled")
     model, _ = train(data.images, data.labels, seed=seed, folder=folder / "checkpoints")
     task, test = tasks(model, data, folder / "checkpoints")
-    say("fitting a posterior, and measuring its scale by a training without a tenth")
+    say("fitting a posterior, and measuring its scale by a training on nine tenths")
     posterior = calibrate(task, fit_laplace(task))
     return audit.investigate(task, posterior, test=test, say=say)
 
@@ -129,10 +129,10 @@ def _next_steps(folder: Path, page: Path) -> tuple[str, ...]:
     script = folder / "digits.py"
     posterior = folder / "posterior.safetensors"
     return (
-        "\nNext, the same from a script that states a task, as one of your own would:",
+        "\nNext: the same from a script that defines a task, as yours would:",
         f"  blr-analysis what-if {script}:train -p {posterior} --remove \"annotator == 'eve'\"",
         f"  blr-analysis audit {script}:train -p {posterior} --test test --out again",
-        f"\nOpen {page} in a browser: the same, to look at and to hand on.",
+        f"\nOpen {page} in a browser: it shows all of this, and you can pass it on.",
     )
 
 
@@ -197,7 +197,7 @@ def _one_thread() -> Iterator[None]:
 
 
 SCRIPT = '''\
-"""The demo's task, as a script of your own would state it: a trained model and a Task."""
+"""The demo's task, as your own script would define it: a trained model and a Task."""
 
 from pathlib import Path
 
