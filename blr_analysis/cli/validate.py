@@ -80,9 +80,11 @@ def validate(
     with shared.folder(out) as folder:
         task, test = source.tasks(shared, say)
         study = Study.of(task, test, files, halves, seeds, passes, keep)
-        say(study.cost)
         if shared.dry_run:
-            return show_forecast(forecast(study, source))
+            n_missing = study.retraining.count_missing(study.file)
+            say(study.retraining.in_words(n_missing))
+            return show_forecast(forecast(study, source), besides=uncounted(study))
+        say(study.cost)
         result = study.run(source.posterior_of(task, say))
         if out is not None:
             write_validation(result, folder)
@@ -129,6 +131,12 @@ def forecast(study: Study, source: Source) -> Forecast:
         for_fit + for_influence + for_losses,
         trained=for_trainings,
     )
+
+
+def uncounted(study: Study) -> str:
+    """What :func:`forecast` cannot count, in words."""
+    has_own_training = study.retraining.recipe.train is not None
+    return "the retrainings by your train=" if has_own_training else ""
 
 
 def in_words(result: Validation) -> RenderableType:

@@ -73,12 +73,18 @@ class Retraining:
         n_half = self.task.n_data // 2
         return math.ceil(self.count * n_half * self.recipe.epochs)
 
+    def in_words(self, missing: int) -> str:
+        """How many retrainings there are to be made."""
+        if missing == 0:
+            return "all retrainings are in the file: none is made"
+        return f"{missing} retrainings on half of the data"
+
     def cost(self, missing: int | None = None) -> str:
         """How many retrainings there are to be made, and how long they take, in a line."""
         count = self.count if missing is None else missing
+        retrainings = self.in_words(count)
         if count == 0:
-            return "all retrainings are in the file: none is made"
-        retrainings = f"{count} retrainings on half of the data"
+            return retrainings
         if self.recipe.train is not None:
             return f"{retrainings} by your train=; the first one shows how long they take"
         first_half = random_halves(self.task.n_data, 1)[0]
