@@ -7,8 +7,8 @@
 The plain loop makes one batched forward and backward pass over the same texts, by transformers and
 peft alone. Both run in a process of their own; weights are random, so nothing is fetched. Printed
 are seconds, start-up aside (on a CPU of the processor, on one thread), and the peak of memory: on a
-GPU what torch allocated there, on a CPU the process's. On a GPU the base is in bfloat16, on a CPU,
-many of which multiply that slowly, in float32 unless --dtype says otherwise.
+GPU what torch allocated there, on a CPU the process's. On a GPU the base is in bfloat16. On a CPU
+there are two runs, in float32 and in bfloat16, which many CPUs multiply slowly.
 
 The 7B run was not made yet. Expected of one H100: 80 s for the plain loop, 110 s for the index,
 30 s for the sweeps of the fit to 256 texts and 3 minutes for 128 eigendecompositions of 4,096
@@ -186,13 +186,33 @@ def measured(way: str, folder: Path, device: str, fit: str) -> tuple[float, floa
     return float(seconds), float(memory)
 
 
+def compare(asked: argparse.Namespace, dtype: str) -> None:
+    """Print what both ways take on a base of this type."""
+    shape = SHAPES[asked.shape]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(folder, shape, asked.texts, asked.tokens, getattr(torch, dtype), asked.targets)
+        base = sum(file.stat().st_size for file in (folder / "base").glob("*.safetensors"))
+        print(f"a base of {base / 2**30:.2f} GiB in {dtype}")
+        figures = {way: measured(way, folder, asked.device, asked.fit) for way in WAYS}
+        size = sum(f.stat().st_size for f in (folder / "INDEX").rglob("*") if f.is_file())
+        posterior = (folder / "INDEX" / "posterior.safetensors").stat().st_size
+    for way, (seconds, memory) in figures.items():
+        print(f"{way:<8}{seconds:8.1f} s{memory:8.2f} GiB")
+    loop_seconds, loop_memory = figures["plain"]
+    seconds, memory = figures["index"]
+    print(f"ratio   {seconds / loop_seconds:8.2f}  {memory / loop_memory:8.2f}")
+    kilobytes = (size - posterior) / asked.texts / 1000
+    print(f"disk    {kilobytes:8.1f} kB a text, and {posterior / 1e6:.0f} MB of the posterior")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="30m")
     parser.add_argument("--texts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), nargs="+")
     parser.add_argument("--fit", choices=("kron", "diag"), default="kron")
     parser.add_argument("--targets", default=EVERY_LAYER, help="or names such as q_proj,v_proj")
     parser.add_argument("--small", action="store_true", help="a tiny model and few texts")
@@ -209,18 +229,9 @@ def main() -> None:
         asked.shape = "tiny"
         asked.texts = 8
         asked.tokens = 16
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        dtype = getattr(torch, asked.dtype or ("float32" if asked.device == "cpu" else "bfloat16"))
-        write(folder, SHAPES[asked.shape], asked.texts, asked.tokens, dtype, asked.targets)
-        figures = {way: measured(way, folder, asked.device, asked.fit) for way in WAYS}
-        size = sum(f.stat().st_size for f in (folder / "INDEX").rglob("*") if f.is_file())
-    for way, (seconds, memory) in figures.items():
-        print(f"{way:<8}{seconds:8.1f} s{memory:8.2f} GiB")
-    loop_seconds, loop_memory = figures["plain"]
-    seconds, memory = figures["index"]
-    print(f"ratio   {seconds / loop_seconds:8.2f}  {memory / loop_memory:8.2f}")
-    print(f"disk    {size / asked.texts / 1000:8.1f} kB a text")
+    every_dtype = ["bfloat16"] if asked.device == "cuda" else ["float32", "bfloat16"]
+    for dtype in asked.dtype or every_dtype:
+        compare(asked, dtype)
 
 
 if __name__ == "__main__":

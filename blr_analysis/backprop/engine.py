@@ -28,10 +28,12 @@ from blr_analysis.progress import track
 from blr_analysis.task import Task
 
 # The working memory, where the user names no bound. It is raised above its least, so that several
-# examples fit in, as far as one of two bounds allows, whichever is larger.
+# examples fit in, as far as one of two bounds allows, whichever is larger. On a CPU more tokens
+# than these together take memory and no less time.
 MIN_BYTES_ON_CPU = 56 * 2**20
 MIN_BYTES_ON_GPU = 2**30
 EXAMPLES_IN_MEMORY = 8.5
+TOKENS_ON_CPU = 600
 MAX_BYTES = 2**30
 MAX_PARAMETER_COPIES = 4  # times the bytes of the parameters
 
@@ -201,14 +203,22 @@ def _budget(
         return task.memory_budget
     least = MIN_BYTES_ON_CPU if task.device.type == "cpu" else MIN_BYTES_ON_GPU
     bytes_per_example = _itemsize(params) * plan.floats(columns, by_parts=by_parts)
-    return default_memory(params, least, bytes_per_example)
+    return default_memory(params, least, bytes_per_example * examples_in_memory(task, plan))
 
 
-def default_memory(params: Mapping[str, Tensor], least: int, bytes_per_example: float) -> int:
+def examples_in_memory(task: Task, plan: Plan) -> float:
+    """How many examples should fit into the working memory where the user names no bound."""
+    if task.device.type != "cpu":
+        return EXAMPLES_IN_MEMORY
+    enough = math.ceil(TOKENS_ON_CPU / plan.tokens) + 0.5
+    return min(EXAMPLES_IN_MEMORY, enough)
+
+
+def default_memory(params: Mapping[str, Tensor], least: int, bytes_wanted: float) -> int:
     """Bytes of working memory where the user names no bound: at least ``least``."""
     parameter_bytes = sum(p.nbytes for p in params.values())
     max_bytes = max(MAX_BYTES, MAX_PARAMETER_COPIES * parameter_bytes)
-    return max(least, min(int(EXAMPLES_IN_MEMORY * bytes_per_example), max_bytes))
+    return max(least, min(int(bytes_wanted), max_bytes))
 
 
 def _fitted(

@@ -153,6 +153,7 @@ def _with_costs(
         floats=cost_of(task, params, layout.recording, layout.saved, costs),
         numbers=batch_numbers(task.fetch(probe)) / len(probe),
         outputs=1 if task.likelihood.is_sequence else outputs.shape[-1],
+        tokens=outputs.shape[1] if task.likelihood.is_sequence else 1,
     )
 
 

@@ -89,6 +89,7 @@ class Plan:
         floats: numbers in memory per example, as a function of the number of columns K.
         outputs: C; 1 for sequences, whose outputs are never asked for one by one.
         numbers: how many numbers the data of one example of the probe have.
+        tokens: how many tokens the sequences of the probe have; 1 for other data.
         routes: whether rows of examples change places on the way to the outputs.
         without_rule: the parameters that no layer rule reads.
     """
@@ -100,6 +101,7 @@ class Plan:
     floats: Callable[..., float]
     outputs: int = 0
     numbers: float = 0.0
+    tokens: int = 1
     routes: bool = False
     without_rule: WithoutRule = field(default_factory=WithoutRule)
 

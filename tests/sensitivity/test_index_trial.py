@@ -14,6 +14,9 @@ from blr_analysis import progress
 from blr_analysis.backprop.engine import Chunk
 from blr_analysis.posterior import fit_examples
 from blr_analysis.sensitivity.index import trial
+from blr_analysis.sensitivity.index.build import PROBE_COLUMNS, PROBE_ROWS, measured_error
+from blr_analysis.sensitivity.index.projection import Projection
+from blr_analysis.sensitivity.index.sketch import Sketch
 
 N = 300
 RANK = 60
@@ -59,6 +62,14 @@ def test_seconds_and_bytes_are_those_of_the_build(
     on_disk = sum(file.stat().st_size for file in folder.iterdir())
     headers = 50_000  # of files for so few numbers, the record and the table
     assert cost.disk < on_disk < cost.disk + headers
+
+
+def test_the_error_takes_one_gradient_of_each_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = task_of(tiny_lm(tied=True), sequences(60))
+    projection = Projection(task, Sketch.of(fitted(task), RANK))
+    clock = Clock(monkeypatch)
+    measured_error(projection, torch.int8)
+    assert clock.seconds == trial.measured_examples(60) == PROBE_ROWS + PROBE_COLUMNS
 
 
 def test_a_saved_posterior_is_not_fitted(tmp_path: Path) -> None:

@@ -10,8 +10,15 @@ from oracles import relative
 from torch import Tensor, nn
 
 import blr_analysis as blr
+from blr_analysis.backprop.matrices import Basis, MatrixShape
 from blr_analysis.sensitivity.index.places import places_of, rooms
-from blr_analysis.sensitivity.index.sketch import Side, Sketch, random_signs, whitening_of_sides
+from blr_analysis.sensitivity.index.sketch import (
+    MatrixSketch,
+    Side,
+    Sketch,
+    random_signs,
+    whitening_of_sides,
+)
 
 ENERGIES = {"a": 5.0, "b": 1.0, "c": 0.2, "d": 1e-6}
 SIZES = {"a": 40, "b": 40, "c": 3, "d": 40}
@@ -118,6 +125,41 @@ def test_signs_are_the_first_bits_of_the_generator(count: int) -> None:
 
 def test_signs_are_fair() -> None:
     assert abs(float(random_signs(10_000).double().mean())) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("positions", "rows", "columns", "late_side"),
+    [(1, 6, 7, None), (40, 3, 50, "right"), (40, 50, 3, "left")],
+)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_factors_are_projected_as_the_matrix_that_they_make(
+    positions: int, rows: int, columns: int, late_side: str | None, groups: int
+) -> None:
+    """Whichever side is projected last: U_Gᵀ G U_A, scaled and added up entry by entry."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(groups, *shape, generator=generator, dtype=torch.float64)
+
+    layout = MatrixShape(groups, rows, columns - 1, (groups * rows, columns - 1))
+    vectors = [torch.linalg.qr(random(n, n)).Q for n in (columns, rows)]
+    basis = Basis("weight", "bias", layout, *vectors)
+    matrix = MatrixSketch.of(random(rows, columns).exp(), 0.0, basis, groups * 12, seed=1)
+    d = torch.stack([random(positions, rows) for _ in range(4)])
+    a = torch.stack([random(positions, columns - 1) for _ in range(4)])
+    assert matrix.right.is_projected_after(a, matrix.left.size) == (late_side == "right")
+    assert matrix.left.is_projected_after(d, matrix.right.size) == (late_side == "left")
+
+    gradients = d.mT @ torch.nn.functional.pad(a, (0, 1), value=1.0)
+    scaled = (
+        matrix.left.scale.unsqueeze(2) * basis.turn(gradients) * matrix.right.scale.unsqueeze(1)
+    )
+    expected = torch.zeros(4, groups, matrix.left.size, matrix.right.size, dtype=torch.float64)
+    for row in range(rows):
+        for column in range(columns):
+            place = (row % matrix.left.size, column % matrix.right.size)
+            expected[:, :, *place] += scaled[:, :, row, column]
+    assert relative(matrix.of_factors(d, a), expected.flatten(1)) < 1e-12
 
 
 def of_equal_layers(structure: str) -> blr.Posterior:

@@ -7,7 +7,7 @@ is started again, and ends in the same bits.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,11 @@ from torch import Tensor
 
 from blr_analysis import ranks
 from blr_analysis.backprop.record import indices_of_rank
+from blr_analysis.backprop.terms import Term
 from blr_analysis.errors import StorageError
 from blr_analysis.files.placing import check_free, check_room, held
 from blr_analysis.posterior.posterior import Posterior
+from blr_analysis.sensitivity.corrections import check_finite
 from blr_analysis.sensitivity.index.projection import (
     DTYPES,
     Projection,
@@ -141,44 +143,95 @@ def of_one_checkpoint(q: Posterior) -> Posterior:
     return q.earlier[-1] if q.earlier else q
 
 
-def measured_error(
-    projection: Projection, dtype: torch.dtype, exact: Tensor | None = None
-) -> ProjectionError:
+def measured_error(projection: Projection, dtype: torch.dtype) -> ProjectionError:
     """Stored against exact influence, on random pairs of different training examples.
 
     The influence of examples on themselves is many times larger and stored best: it would hide the
     error.
-
-    Args:
-        exact: what :func:`exact_on_probe` returned, if it was called already.
     """
-    if exact is None:
-        exact = exact_on_probe(projection)
-    task = projection.task
-    rows, columns = probe(task.n_data)
-    questions = Projection(task, projection.sketch).whole(columns, divided=True)
-    records = records_of(projection.whole(rows, divided=True), dtype)
-    return ProjectionError.between(values_of(records, questions).double(), exact)
+    (error,) = measured_errors([projection], dtype)
+    return error
 
 
-def exact_on_probe(projection: Projection) -> Tensor:
-    """The exact influence between the examples of :func:`probe`, in float64."""
-    task = projection.task
-    rows, columns = probe(task.n_data)
+def measured_errors(projections: Sequence[Projection], dtype: torch.dtype) -> list[ProjectionError]:
+    """:func:`measured_error` of projections that differ in their sketch alone.
+
+    All sketches and the exact influence are computed from the same gradients, one of each example.
+    """
+    rows, columns = probe(projections[0].task.n_data)
+    of_rows = [ProbeSketches.zeros(projection.sketch, rows) for projection in projections]
+    of_columns = [ProbeSketches.zeros(projection.sketch, columns) for projection in projections]
+    exact = _exact_on_probe(projections[0], of_rows, of_columns)
+    errors = []
+    for training, questions in zip(of_rows, of_columns, strict=True):
+        values = values_of(records_of(training.z, dtype), questions.z)
+        errors.append(ProjectionError.between(values.double(), exact))
+    return errors
+
+
+def _exact_on_probe(
+    projection: Projection,
+    of_rows: Sequence[ProbeSketches],
+    of_columns: Sequence[ProbeSketches],
+) -> Tensor:
+    """The exact influence between the examples of :func:`probe`, in float64.
+
+    Their sketches are filled in from the same gradients.
+    """
+
+    def add_rows(indices: Tensor, terms: list[Term]) -> None:
+        for sketches in of_rows:
+            sketches.add(indices, terms)
+
+    def add_columns(indices: Tensor, terms: list[Term]) -> None:
+        for sketches in of_columns:
+            sketches.add(indices, terms)
+
+    rows, columns = probe(projection.task.n_data)
     exact = torch.zeros(len(rows), len(columns), dtype=torch.float64)
     visited = ranks.share(torch.arange(len(rows)))
     if len(visited):
         parts = pieces(
-            task,
+            projection.task,
             projection.sketch.posterior,
-            task,
+            projection.task,
             train_cotangent=projection.cotangent,
             indices=rows[visited],
             test_indices=columns,
+            watch=add_rows,
+            watch_test=add_columns,
         )
         exact[visited] = matrix_of(parts).double()
-    ranks.total([exact])
+    if not ranks.first():
+        for sketches in of_columns:
+            sketches.z.zero_()  # the ranks compute the same columns
+    ranks.total([exact, *(sketches.z for sketches in (*of_rows, *of_columns))])
     return exact
+
+
+@dataclass(frozen=True)
+class ProbeSketches:
+    """Sketches of some examples, computed from gradients that somebody else needs, too.
+
+    Attributes:
+        sketch: how a gradient is projected.
+        order: the indices of the examples, rising.
+        z: their sketches ``[B, size]``; 0 for examples that were not added.
+    """
+
+    sketch: Sketch
+    order: Tensor
+    z: Tensor
+
+    @classmethod
+    def zeros(cls, sketch: Sketch, order: Tensor) -> ProbeSketches:
+        like = next(iter(sketch.posterior.mean.values()))
+        return cls(sketch, order, torch.zeros(len(order), sketch.size, dtype=like.dtype))
+
+    def add(self, indices: Tensor, terms: list[Term]) -> None:
+        z = self.sketch.of_terms(terms)
+        check_finite(z, "projected gradient")
+        self.z[torch.searchsorted(self.order, indices)] = z.cpu()
 
 
 def probe(n_data: int) -> tuple[Tensor, Tensor]:

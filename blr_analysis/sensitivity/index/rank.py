@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.sensitivity.door import checked_posterior
-from blr_analysis.sensitivity.index.build import exact_on_probe, measured_error, of_one_checkpoint
+from blr_analysis.sensitivity.index.build import measured_errors, of_one_checkpoint
 from blr_analysis.sensitivity.index.projection import DTYPES, Projection
 from blr_analysis.sensitivity.index.sketch import Sketch
 from blr_analysis.sensitivity.influence.results import ProjectionError
@@ -75,14 +75,11 @@ def smallest_rank_with_error_below(
 
 def errors_of_ranks(
     task: Task, posterior: Posterior, ranks: Sequence[int], dtype: str
-) -> Iterator[tuple[int, ProjectionError]]:
-    """Each rank with the error that an index of that rank has."""
+) -> list[tuple[int, ProjectionError]]:
+    """Each rank with the error that an index of that rank has, from the same gradients."""
     q = of_one_checkpoint(checked_posterior(task, posterior))
     task = task.holding(q.buffers).quiet
-    mean = mean_errors(task, q)
-    exact = None
-    for rank in ranks:
-        projection = Projection(task, Sketch.of(q, rank), mean)
-        if exact is None:
-            exact = exact_on_probe(projection)
-        yield rank, measured_error(projection, DTYPES[dtype], exact)
+    cotangent = mean_errors(task, q)
+    projections = [Projection(task, Sketch.of(q, rank), cotangent) for rank in ranks]
+    errors = measured_errors(projections, DTYPES[dtype])
+    return list(zip(ranks, errors, strict=True))

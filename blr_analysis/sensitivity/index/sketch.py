@@ -78,6 +78,27 @@ class Side:
         turn = None if vectors is None else folded(vectors * scale.unsqueeze(1), size)
         return cls(scale, size, turn)
 
+    @property
+    def length(self) -> int:
+        """n."""
+        return self.scale.shape[-1]
+
+    def is_projected_after(self, x: Tensor, other_size: int) -> bool:
+        """Whether vectors x ``[B, g, T, n]`` are cheaper to project when they were summed over T,
+        into ``other_size`` vectors."""
+        if self.turn is None:
+            return False
+        t = x.shape[2]
+        n = self.length
+        before = t * n * self.size + t * self.size * other_size
+        after = t * n * other_size + other_size * n * self.size
+        return after < before
+
+    def joined(self, x: Tensor) -> Tensor:
+        """``[B, g, T, n]`` of all rows of eigenvectors; what one is missing for, a bias, is 1."""
+        missing = self.length - x.shape[-1]
+        return pad(x, (0, missing), value=1.0) if missing else x
+
     def of(self, x: Tensor) -> Tensor:
         """``[B, g, T, n]`` → ``[B, g, T, size]``; what one row of eigenvectors is missing for, a
         bias, is 1."""
@@ -141,7 +162,14 @@ class MatrixSketch:
         return len(self.left.scale) * self.left.size * self.right.size
 
     def of_factors(self, d: Tensor, a: Tensor) -> Tensor:
-        """Of Σ_t d_t a_tᵀ: ``[B, g, T, O]``, ``[B, g, T, I]`` → ``[B, size]``."""
+        """Of Σ_t d_t a_tᵀ: ``[B, g, T, O]``, ``[B, g, T, I]`` → ``[B, size]``.
+
+        The sum over t comes before the longer side is projected where that is cheaper.
+        """
+        if self.right.is_projected_after(a, self.left.size):
+            return self._flat(self.right.of(self.left.of(d).mT @ self.right.joined(a)))
+        if self.left.is_projected_after(d, self.right.size):
+            return self._flat(self.left.of(self.right.of(a).mT @ self.left.joined(d)).mT)
         return self._flat(self.left.of(d).mT @ self.right.of(a))
 
     def of_matrices(self, matrices: Tensor) -> Tensor:

@@ -112,9 +112,9 @@ def memory_of(device: torch.device) -> int:
 
 
 def measured_examples(n_data: int) -> int:
-    """How many examples run where the error of an index is measured: by it, and exactly."""
+    """How many examples run where the error of an index is measured."""
     rows, columns = probe(n_data)
-    return 2 * (len(rows) + len(columns))
+    return len(rows) + len(columns)
 
 
 def _size_of_first_chunk(task: Task) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import Chunk, chunks, default_memory
+from blr_analysis.backprop.engine import Chunk, chunks, default_memory, examples_in_memory
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.backprop.terms import Term, products
 from blr_analysis.posterior.posterior import Posterior
@@ -31,6 +31,7 @@ ANSWER_COPIES = 4  # copies of a chunk's influences that are in memory at once
 BUDGET_PARTS = 6  # of the budget one part is for a chunk, and one for products
 
 Cotangent = Callable[[Task, Chunk], Tensor]  # ∂(quantity)/∂f of every example of a chunk, [B, C]
+Watch = Callable[[Tensor, list[Term]], None]  # indices of some examples, and their gradients
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,8 @@ def pieces(
     indices: Tensor | None = None,
     test_indices: Tensor | None = None,
     sharers: int = 1,
+    watch: Watch | None = None,
+    watch_test: Watch | None = None,
 ) -> Iterator[Piece]:
     """The influence, in pieces of a chunk of training examples and a block of test examples.
 
@@ -131,6 +134,8 @@ def pieces(
         squares: whether to compute ∇ℓ_iᵀ Σ ∇ℓ_i of the training examples too.
         indices, test_indices: the examples; None: all of them.
         sharers: the number of posteriors that are computed together and share the memory.
+        watch, watch_test: are shown the gradients of training examples and of test examples: those
+            of a training example once for each block.
     """
     test_order = torch.arange(test_task.n_data) if test_indices is None else test_indices
     n_test = len(test_order)
@@ -141,10 +146,14 @@ def pieces(
     has_many_blocks = len(blocks) > 1
     with_bar = track(blocks, total=len(blocks), label="test blocks", show=task.progress)
     for block in with_bar if has_many_blocks else blocks:
-        vectors = preconditioned(test_task, q, block, cotangent, budget, in_basis=in_basis)
+        vectors = preconditioned(
+            test_task, q, block, cotangent, budget, in_basis=in_basis, watch=watch_test
+        )
         size = chunk_size(task, q, budget, n_train, len(block))
         for chunk in chunks(task, q.mean, size=size, indices=indices, label="influence"):
             terms = loss_terms(task, chunk, train_cotangent)
+            if watch is not None:
+                watch(chunk.indices, terms)
             squares_of_chunk = q.form.gram(terms).flatten() if squares else None
             if in_basis:
                 terms = q.form.into_basis(terms)
@@ -161,8 +170,8 @@ def chunk_size(task: Task, q: Posterior, budget: Budget, n_data: int, answer_siz
     plan = plan_for(task, q.mean)
     memory = budget.chunk
     if memory is None:
-        per_example = itemsize * plan.floats(1)
-        memory = default_memory(q.mean, DEFAULT_MEMORY // BUDGET_PARTS, per_example)
+        wanted = itemsize * plan.floats(1) * examples_in_memory(task, plan)
+        memory = default_memory(q.mean, DEFAULT_MEMORY // BUDGET_PARTS, wanted)
     by_gradients = plan.chunk_size(1, memory, itemsize, n_data)
     by_answer = budget.room // (ANSWER_COPIES * answer_size)
     return max(1, min(by_gradients, by_answer))
@@ -181,11 +190,12 @@ def preconditioned(
     budget: Budget,
     *,
     in_basis: bool = False,
+    watch: Watch | None = None,
 ) -> Tree:
     """H_j = Σ ∇q_j of these examples, ``[M, …]`` by name.
 
     ``in_basis`` gives their coordinates in the basis of the posterior's structure, without it they
-    are by the model's own weights.
+    are by the model's own weights. ``watch`` is shown the gradients ∇q_j.
     """
     shapes = q.form.basis_shapes() if in_basis else q.form.shapes
     some_weight = next(iter(q.mean.values()))
@@ -198,6 +208,8 @@ def preconditioned(
     start = 0
     for chunk in chunks(task.quiet, q.mean, size=size, indices=indices):
         terms = loss_terms(task, chunk, cotangent)
+        if watch is not None:
+            watch(chunk.indices, terms)
         end = start + len(chunk.indices)
         del chunk
         rows = {name: block[start:end] for name, block in solved.items()}
