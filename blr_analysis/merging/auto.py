@@ -4,6 +4,7 @@ These merges are tried:
 
 * the average;
 * with a base, the base itself, and task arithmetic over a few α;
+* with precisions, the default (see below);
 * with precisions, the Fisher average: diagonals as they are, their roots, and damped; "gram" over
   shrinkages and dampings; "kron" over powers of G and dampings. The user's settings come first;
 * with the base's precision, gradient matching over the same settings;
@@ -16,12 +17,22 @@ models were trained on these examples, however, which validation tasks avoid. Th
 unless the best merge is ahead of it by more than a standard error, which is taken over the
 differences example by example.
 
-Without any data nothing is tried. With precisions, the merge is then Σ α H θ / Σ α H with damped
-diagonals diag(H) + 3 mean(H) 1 for H, the mean over each layer: three quarters of every weight are
-an average. This is also the default of :func:`blr_analysis.merge`. Whole factors are better on some
-networks and worse than the average on others, which only data can tell. Without precisions, the
-average is chosen. These settings were selected on seeds 11 to 14 of the networks of
-``python -m benchmarks.merging.contest``, which reports other seeds.
+Without any data nothing is tried. With precisions, the merge is then (Σ α H)⁻¹ Σ α H θ with
+balanced precisions H / mean(H) + d 1, the mean over each layer or tensor. This is also the default
+of :func:`blr_analysis.merge`:
+
+* diagonals take d = 3: three quarters of every weight are an average;
+* so does "kron" with A = Σ ‖g‖² a aᵀ, the moments of the inputs a weighed by the gradients g;
+* "gram" takes d = 10, because its moments Σ a aᵀ do not say which inputs matter;
+* where a model has fewer examples than a layer has inputs, its factors are mostly chance in many
+  directions. There "kron" takes its diagonal, and "gram" the average.
+
+Balanced, all models count alike in the damping, and the larger d, the nearer is the merge to the
+average. Damped by their own means instead, the models would be weighed by the sizes of their
+precisions: a model that is sure of its data has hardly any. Without d, whole factors are better on
+some networks and worse than the average on others, which only data can tell. Without precisions,
+the average is chosen. The settings were selected on seeds 11 and 12 of the networks of
+``python -m benchmarks.merging.contest``, on digits and on MiniLM; the contest reports other seeds.
 """
 
 from __future__ import annotations
@@ -53,9 +64,6 @@ ALPHAS = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)  # of task arithmetic, beside 1/T
 SHRINK = (1.0, 0.9, 0.5)
 POWERS = (1.0, 0.5, 0.0)
 DAMPINGS = (1.0, 0.1)
-# The settings without data; python -m benchmarks.merging.contest measures both.
-SAFE_DAMPING = 3.0
-SAFE_SHRINK = 0.0
 ROOT = 0.5  # the power of diagonals
 AVERAGE = "average"
 BASE = "base"
@@ -171,44 +179,24 @@ def untried(job: Job) -> tuple[Job, Choice]:
         name = "gradient matching by the given base precision"
         return changed(job, settings), Choice(name, settings, (), None, seen=False)
     safe_job = by_precisions(job)
-    settings = {
-        "method": safe_job.method,
-        "damping": safe_job.damping,
-        "shrink": safe_job.shrink,
-    }
-    name = f"fisher, damping {safe_job.damping:g}"
-    return safe_job, Choice(name, settings, (), None, seen=False)
+    settings = {"method": safe_job.method, "balanced": True}
+    return safe_job, Choice("fisher, balanced", settings, (), None, seen=False)
 
 
 def by_precisions(job: Job) -> Job:
-    """The average by the damped diagonals of precisions, unless the user sets it otherwise.
+    """The average by balanced precisions; what the user sets stays.
 
     Weights are normalized, so that entries without any precision are averaged.
     """
-    damping = SAFE_DAMPING if job.damping is None else job.damping
-    shrink = job.shrink
-    if shrink is None and _have_factors(job):
-        shrink = SAFE_SHRINK
     normalize = True if job.normalize is None else job.normalize
     return replace(
         job,
         method="fisher",
         base_precision=None,
         delta=0.0,
-        damping=damping,
-        shrink=shrink,
+        balanced=True,
         normalize=normalize,
     )
-
-
-def _have_factors(job: Job) -> bool:
-    """Whether some precision has factors of layers."""
-    precisions = [
-        open_precision(member.precision, member.n_data)
-        for member in job.members
-        if member.precision is not None
-    ]
-    return any(precision.layers for precision in precisions)
 
 
 def _average(job: Job) -> dict[str, Any]:
@@ -244,9 +232,10 @@ def _arithmetic_candidates(job: Job) -> dict[str, dict[str, Any]]:
 
 
 def _precision_candidates(job: Job, structure: str) -> dict[str, dict[str, Any]]:
-    """Fisher averages, and gradient matching where there is an H_0."""
+    """The default, Fisher averages, and gradient matching where there is an H_0."""
     has_start = job.base_precision is not None or job.delta
-    settings = {}
+    default = {"method": "fisher", "balanced": True, "normalize": True}
+    settings = {f"fisher, {structure}, balanced": {**WITHOUT_PRECISIONS, **default}}
     for family in families(structure, job):
         words = "".join(f", {key} {value:g}" for key, value in family.items() if value is not None)
         fisher = {**WITHOUT_PRECISIONS, **family, "method": "fisher"}

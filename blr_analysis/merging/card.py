@@ -17,7 +17,7 @@ from typing import Any
 from blr_analysis.checks import package_version, printable
 from blr_analysis.merging.folders import MergeReport
 from blr_analysis.merging.job import Job, Member
-from blr_analysis.merging.merge_plan import AVERAGED, COPIED, OpenModel
+from blr_analysis.merging.merge_plan import AVERAGED, COPIED, POORLY_SAMPLED, OpenModel
 from blr_analysis.merging.sources import is_place
 
 CARD = "README.md"
@@ -88,7 +88,9 @@ def outcome(report: MergeReport) -> list[str]:
     plan = report.plan
     n_numbers = sum(tensor.spec.numel for tensor in plan.tensors)
     n_copied = sum(tensor.fate == COPIED for tensor in plan.tensors)
-    n_averaged = sum(tensor.fate == AVERAGED for tensor in plan.tensors)
+    n_averaged = sum(
+        tensor.fate == AVERAGED and tensor.note != POORLY_SAMPLED for tensor in plan.tensors
+    )
     seconds = max(report.seconds, 1e-9)  # a clock may be too coarse for a small merge
     bytes_per_second = (plan.bytes_read + plan.bytes_written) / seconds
     sentences = [

@@ -83,6 +83,9 @@ class Job:
             quadratic and H are their Hessians, 0 gives the optimum of all tasks and 1 misses it;
             networks are merged more safely with 1. With 0, directions without a precision stay at
             the average (with a base, at task arithmetic).
+        balanced: whether H / mean(H) + d 1 is taken in place of H + d mean(H) 1, so that large d
+            give the average. The default method sets this; d is then 10 for "gram" and 3 for
+            others unless it is given. See :mod:`blr_analysis.merging.auto`.
         trust: whether precisions are accepted that were recorded for other weights.
         scale: λ of task arithmetic, TIES and DARE, a number or a function of the tensor's name.
         seed: chooses the entries that DARE and DELLA drop, whatever the shards.
@@ -110,6 +113,7 @@ class Job:
     shrink: float | None = None
     power: float = 1.0
     damping: float | None = None
+    balanced: bool = False
     trust: bool = False
     scale: Weight = 1.0
     seed: int = 0
@@ -144,6 +148,7 @@ class Job:
 
 # The defaults of merge's arguments, by name.
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Job)}
+del DEFAULTS["balanced"]  # the default method sets it, and no user
 DEFAULTS |= {"density": 1.0, "epsilon": None, "gamma": None}
 DEFAULTS |= {"n_data": None, "precisions": None, "weights": None, "validate": None}
 

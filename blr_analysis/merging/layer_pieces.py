@@ -53,7 +53,7 @@ class LayerMerger:
     def _row_pieces(self, layer: str, joint: Joint) -> Iterator[tuple[int, Joint]]:
         """The layer's rows in pieces that fit into memory: the first row, and the rows' layer."""
         rows = joint.layout.rows
-        needs_all_rows = any(precision.has_outputs(layer) for precision in self.plan.precisions)
+        needs_all_rows = self.plan.has_outputs(layer)
         rows_per_piece = rows if needs_all_rows else rows_at_once(joint)
         if rows_per_piece == rows:
             yield 0, joint
@@ -69,7 +69,7 @@ class LayerMerger:
         for model, weight, kind in zip(plan.models, tensor.weights, tensor.precisions, strict=True):
             factors = None
             if kind == OWN and model.precision is not None:
-                factors = model.precision.factors(layer, *settings)
+                factors = model.precision.factors(layer, *settings, balanced=plan.job.balanced)
             parts.append(Part(weight, factors, takes_base=kind == BASE))
         base_factors = None
         if plan.base_precision is not None and layer in plan.base_precision.layers:

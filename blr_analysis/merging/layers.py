@@ -24,6 +24,11 @@ Three settings change every H_t:
   singular, 1e-6 of its mean is added on the left side alone: of all solutions, this picks the one
   nearest to W_r + Σ_t α_t (W_t − W_r).
 
+A model's own mean in the damping has a drawback: for large d, the models are weighed by their mean
+precisions, and not averaged. Balanced precisions, H / mean(H) + d 1, are averaged for large d. The
+default method takes these, and of "kron" the moments of its inputs, A = Σ ‖g‖² a aᵀ, which
+are the mean of H over the outputs.
+
 Some directions have no precision: H̄ ≤ 0 there, or negative α leave less of it than a tenth of
 H_0 + Σ |α_t| H_t. These directions are counted. They stay at W_r + Σ_t α_t (W_t − W_r), which is
 task arithmetic or the average.
@@ -127,16 +132,35 @@ class Factors:
         scale = torch.where(is_regular, output_values, torch.inf) ** (power - 1)
         return Factors(self.basis, self.values * scale, self.shrink)
 
+    def on_inputs(self) -> Factors:
+        """The mean of H over the outputs: H W = W A, A = U_A diag(mean s) U_Aᵀ."""
+        if self.basis.left is None:
+            return self
+        basis = replace(self.basis, left=None)
+        return Factors(basis, self.values.mean(-2, keepdim=True), self.shrink)
+
+    def balanced(self, damping: float) -> Factors:
+        """H / mean(H) + d 1; d 1 where H is 0."""
+        mean = self._mean()
+        mean = torch.where(mean > 0, mean, 1.0)
+        rows = None if self.rows is None else self.rows / mean
+        return Factors(self.basis, self.values / mean + damping, self.shrink, rows)
+
     def damped(self, damping: float | None) -> Factors:
         """H + d mean(H) 1; None is 1 for "kron" and 0 for "gram"."""
         if damping is None:
             damping = 0.0 if self.acts_on_inputs_only else 1.0
         if not damping:
             return self
+        values = self.values + damping * self._mean()
+        return Factors(self.basis, values, self.shrink, self.rows)
+
+    def _mean(self) -> Tensor:
+        """The mean of the eigenvalues of each group, ``[g, 1, 1]``."""
         mean = self.values.mean((-2, -1), keepdim=True)
-        if self.rows is not None:
-            mean = mean + self.rows.mean(-2, keepdim=True)
-        return Factors(self.basis, self.values + damping * mean, self.shrink, self.rows)
+        if self.rows is None:
+            return mean
+        return mean + self.rows.mean(-2, keepdim=True)
 
 
 @dataclass(frozen=True)

@@ -59,11 +59,13 @@ def merge(
     α_t (θ_t − θ_0), replaces it for entries with H̄ ≤ 0, or with less of H̄ than a tenth of H_0 +
     Σ_t abs(α_t) H_t (because of negative α_t).
 
-    The default is different if there are precisions, but no H_0 and no ``method``: the average Σ_t
-    α_t H_t θ_t / Σ_t α_t H_t with damped diagonals for H_t, diag(H_t) + 3 mean(H_t) 1, the mean
-    over each layer. It follows the precisions only as far as they can be trusted, and is close to a
-    plain average elsewhere (``python -m benchmarks.merging.contest``). ``shrink=1`` takes factors
-    as a whole, ``damping=0`` precisions as they are.
+    The default is different if there are precisions, but no H_0 and no ``method``: the average
+    (Σ_t α_t H_t)⁻¹ Σ_t α_t H_t θ_t with balanced precisions H_t / mean(H_t) + d 1, the mean over
+    each layer or tensor. d is 10 for "gram" and 3 for others, and "kron" is averaged over the
+    outputs. This default follows the precisions only as far as they can be trusted, and is close
+    to a plain average elsewhere (``python -m benchmarks.merging.contest``). Layers whose "gram"
+    comes from fewer examples than inputs are averaged. ``damping=0`` takes precisions without d,
+    ``method="fisher"`` takes them as they are. See :mod:`blr_analysis.merging.auto`.
 
     Args:
         base: θ_0: a state dict, a model, or a folder; None for "linear" and "fisher".
@@ -74,7 +76,7 @@ def merge(
             :data:`blr_analysis.merging.methods.METHODS`. "auto" chooses among the first four, and
             α, shrink, power and damping, by the losses on ``validate``, or else on half of
             ``tasks``. Without both it is the default, and without precisions the average, see
-            :mod:`blr_analysis.merging.auto`. None: the average by damped diagonals, or
+            :mod:`blr_analysis.merging.auto`. None: the average by balanced precisions, or
             "gradient_matching" where H_0 is given or a weight is negative.
         precisions: H_t, the precision of each task's data, a SUM over its examples: tensors by
             name; a :class:`~blr_analysis.Posterior` of structure "diag", "gram" or "kron", whose
@@ -120,7 +122,7 @@ def merge(
         >>> merge(base, models, precisions=sure, method="gradient_matching")["w"]
         tensor([1.5000, 2.0000])
         >>> merge(base, models, precisions=sure)["w"]
-        tensor([1.6154, 1.7273])
+        tensor([1.9412, 2.0667])
     """
     if isinstance(models, str | bytes | os.PathLike | Mapping | nn.Module):
         raise InputError("models must be a list of models, got a single one")

@@ -17,6 +17,9 @@ from blr_analysis.merging.precisions import StoredPrecision
 from blr_analysis.merging.selections import Selection
 from blr_analysis.merging.tokens import Tokens
 
+# The damping of balanced precisions; python -m benchmarks.merging.contest measures both.
+DAMPING_OF_GRAM = 10.0
+DAMPING = 3.0  # of all others
 RAM_EPSILON = 1e-5  # RAM takes a larger step for a change, unless told otherwise
 CHUNK = 2**19  # the largest number of a tensor's entries that a thread merges at a time
 
@@ -24,6 +27,7 @@ CHUNK = 2**19  # the largest number of a tensor's entries that a thread merges a
 MERGED = "merged"
 AVERAGED = "averaged"
 COPIED = "copied"
+POORLY_SAMPLED = "gram of fewer examples than inputs"  # the note of a tensor that is averaged
 
 # The precision of one model in one tensor.
 ZERO = "zero"
@@ -159,13 +163,29 @@ class MergePlan:
         """δ; 0 where the method has no H_0."""
         return float(self.job.delta) if self.method.uses_base_precision else 0.0
 
+    def has_outputs(self, layer: str) -> bool:
+        """Whether some H of a layer differs between the rows of its matrix, as "kron" does."""
+        return any(precision.has_outputs(layer) for precision in self.precisions)
+
+    def is_poorly_sampled(self, layer: str) -> bool:
+        """Whether some model has fewer examples than a layer with factors has inputs."""
+        return any(precision.is_poorly_sampled(layer) for precision in self.model_precisions)
+
     def factor_settings(self, layer: str) -> tuple[float | None, float, float | None]:
         """Shrink, power and damping of a layer's precisions with factors.
 
         Shrink is None, which means as measured, under three conditions: the user has not set it,
         all moments of the layer are singular, and there is no H_0 to fill what they leave out.
+        Balanced precisions are taken as a whole, or their diagonals where they are poorly sampled.
         """
         shrink = self.job.shrink
+        if self.job.balanced:
+            if shrink is None:
+                shrink = 0.0 if self.is_poorly_sampled(layer) else 1.0
+            damping = self.job.damping
+            if damping is None:
+                damping = DAMPING if self.has_outputs(layer) else DAMPING_OF_GRAM
+            return shrink, float(self.job.power), damping
         has_base_precision = self.base_precision is not None or self.delta > 0
         all_singular = all(precision.chance.get(layer) for precision in self.model_precisions)
         uses_measured_shrink = all_singular and not has_base_precision
@@ -209,6 +229,9 @@ class MergePlan:
         shared = sorted({name for name in names if names.count(name) > 1})
         notes = list(self.tokens.notes)
         notes += [f"the precision {name!r} stands for several models" for name in shared]
+        n_averaged = sum(tensor.note == POORLY_SAMPLED for tensor in self.tensors)
+        if n_averaged:
+            notes.append(f"{n_averaged} tensors are averaged: {POORLY_SAMPLED}; shrink=1 takes it")
         if len(kinds) > 1:
             notes.append(f"precisions of different kinds, in other units: {some(sorted(kinds))}")
         return notes

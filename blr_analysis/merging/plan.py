@@ -20,7 +20,11 @@ from blr_analysis.files import Source, read_config
 from blr_analysis.merging.formula import BLOCK
 from blr_analysis.merging.job import MISSING_PRECISION, Job, Member
 from blr_analysis.merging.merge_plan import (
+    AVERAGED,
     CHUNK,
+    DAMPING,
+    POORLY_SAMPLED,
+    ZERO,
     MergePlan,
     OpenModel,
     TensorPlan,
@@ -99,7 +103,30 @@ def make_plan(job: Job, *, max_memory: int = MAX_MEMORY, threads: int | None = N
         sources, precisions = _lengthened(tokens.rows, tokens.counts, sources, precisions)
     plan = _unplanned(job, members, sources, precisions, tokens)
     _check_models(plan)
-    return _within(replace(plan, tensors=plan_tensors(plan)), max_memory, threads)
+    tensors = tuple(_sampled_or_averaged(plan, tensor) for tensor in plan_tensors(plan))
+    return _within(replace(plan, tensors=tensors), max_memory, threads)
+
+
+def _sampled_or_averaged(plan: MergePlan, tensor: TensorPlan) -> TensorPlan:
+    """The tensor, or its average where the default method has a poorly sampled "gram".
+
+    Moments of inputs alone say too little there; Kronecker factors still have their diagonal.
+    """
+    job = plan.job
+    takes_default = job.balanced and job.shrink is None and job.damping is None
+    if not (tensor.layer and takes_default and plan.is_poorly_sampled(tensor.layer)):
+        return tensor
+    if plan.has_outputs(tensor.layer):
+        return tensor
+    total = sum(tensor.weights)
+    return replace(
+        tensor,
+        fate=AVERAGED,
+        weights=tuple(weight / total for weight in tensor.weights),
+        precisions=(ZERO,) * len(tensor.precisions),
+        layer="",
+        note=POORLY_SAMPLED,
+    )
 
 
 def _unplanned(
@@ -209,7 +236,10 @@ def _precision(job: Job, member: Member, model: Source) -> StoredPrecision | Non
         return None
     label = f"the precision of {model.name}"
     precision = open_precision(member.precision, member.n_data, label=label)
-    return precision.adjusted(job.power, job.damping)
+    damping = job.damping
+    if job.balanced and damping is None:
+        damping = DAMPING
+    return precision.adjusted(job.power, damping, balanced=job.balanced)
 
 
 def _buffers(member: Member) -> frozenset[str]:

@@ -41,6 +41,8 @@ ROUNDING = 1e-5  # of the largest eigenvalue: by so much rounding may put one be
 class StoredPrecision:
     """Named precisions, read piecewise as Hᵖ + d mean(Hᵖ), H = scale · (S − δ).
 
+    Balanced ones are read as Hᵖ / mean(Hᵖ) + d.
+
     Attributes:
         source: the tensors with S.
         stored: by parameter, its name in the source; tied names are included.
@@ -56,6 +58,7 @@ class StoredPrecision:
         adapter: whether the fingerprint is that of an adapter's file.
         power: p; for diagonals only.
         damping: d; for diagonals only. The mean is that of the tensor.
+        balanced: whether diagonals are divided by this mean.
         n_data: the number of examples that it is a sum over; None: unknown.
         tied: by first name, the other names of a tied parameter.
         chance: by layer of "gram" with fewer rows than inputs, the part of the off-diagonals of its
@@ -74,6 +77,7 @@ class StoredPrecision:
     adapter: bool = False
     power: float = 1.0
     damping: float = 0.0
+    balanced: bool = False
     n_data: int | None = None
     tied: Mapping[str, Sequence[str]] = field(default_factory=dict)
     chance: Mapping[str, float] = field(default_factory=dict)
@@ -105,14 +109,16 @@ class StoredPrecision:
         """Whether each row of a layer's matrix adds a number to its eigenvalues (look-ups)."""
         return layer + ROWS in self.source.specs
 
-    def adjusted(self, power: float, damping: float | None) -> StoredPrecision:
-        """The precision as Hᵖ + d mean(Hᵖ) for the tensors that have no factors.
+    def adjusted(
+        self, power: float, damping: float | None, *, balanced: bool = False
+    ) -> StoredPrecision:
+        """The precision as Hᵖ + d mean(Hᵖ), or balanced, for the tensors that have no factors.
 
         The power is for precisions without any factors. Factors are adjusted when they are read.
         """
         if self.layers:
             power = 1.0
-        return replace(self, power=power, damping=damping or 0.0, _means={})
+        return replace(self, power=power, damping=damping or 0.0, balanced=balanced, _means={})
 
     def for_names(self, names: Collection[str]) -> StoredPrecision:
         """The precision of a result with these names: factors of a tied weight under each of them.
@@ -144,7 +150,7 @@ class StoredPrecision:
     @property
     def reads_twice(self) -> bool:
         """Whether a tensor's mean is found before its first entry is read."""
-        return self.damping > 0
+        return self.balanced or self.damping > 0
 
     def has_outputs(self, layer: str) -> bool:
         """Whether a layer's H differs between the rows of its matrix, as "kron" does."""
@@ -152,6 +158,17 @@ class StoredPrecision:
             return True
         values = self.source.specs.get(layer + VALUES)
         return layer in self.layers and values is not None and values.shape[1] > 1
+
+    def is_poorly_sampled(self, layer: str) -> bool:
+        """Whether a layer's factors sum over fewer examples than it has inputs.
+
+        The rows of one example are not independent, so that such sums are mostly chance in many
+        directions.
+        """
+        if layer not in self.layers or self.n_data is None:
+            return False
+        inputs = self.source.specs[layer + INPUT_VECTORS].shape[-1]
+        return self.n_data < inputs
 
     def factor_bytes(self, layer: str) -> int:
         """The bytes of a layer's factors on disk; 0 where it has none."""
@@ -166,12 +183,16 @@ class StoredPrecision:
         shrink: float | None = 1.0,
         power: float = 1.0,
         damping: float | None = 0.0,
+        *,
+        balanced: bool = False,
     ) -> Factors:
         """H of a layer with factors, in float64.
 
         Args:
             shrink: the factor of its off-diagonals; None: 1 less the part of them that is chance.
             power, damping: as in :class:`blr_analysis.merging.Job`.
+            balanced: whether H / mean(H) + d 1 is taken. Unless shrink is 0, H is then the mean
+                over the outputs.
 
         Raises:
             PosteriorError: NaN, inf, or eigenvalues below 0.
@@ -199,7 +220,12 @@ class StoredPrecision:
         basis = Basis(joint.weight, joint.bias, joint.layout, right, left, mean_of_inputs)
         if shrink is None:
             shrink = 1.0 - self.chance.get(layer, 0.0)
-        return Factors(basis, values, shrink, rows).raised(power).damped(damping)
+        factors = Factors(basis, values, shrink, rows).raised(power)
+        if not balanced:
+            return factors.damped(damping)
+        if shrink != 0:
+            factors = factors.on_inputs()
+        return factors.balanced(damping or 0.0)
 
     def _factor(self, key: str) -> Tensor | None:
         """One of a layer's factors, in float64 on the CPU; None where it is not stored."""
@@ -218,10 +244,15 @@ class StoredPrecision:
             PosteriorError: S holds negative numbers, NaN or inf.
         """
         values = self._undamped(name, start, stop, scratch, dtype)
-        if not self.damping:
+        if not self.reads_twice:
             return values
         h = scratch.array((self, "damped"), values.numel(), dtype, values.device).copy_(values)
-        return h.add_(self.damping * self.tensor_mean(name))
+        mean = self.tensor_mean(name)
+        if not self.balanced:
+            return h.add_(self.damping * mean)
+        if mean > 0:
+            h.div_(mean)
+        return h.add_(self.damping)
 
     def tensor_mean(self, name: str) -> float:
         """The mean of a tensor's Hᵖ; the tensor is read for it once, and the mean is kept."""

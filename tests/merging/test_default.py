@@ -1,4 +1,4 @@
-"""The default method: an average by precisions that are damped by their means."""
+"""The default method: an average by precisions that are balanced and damped."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from blr_analysis.files import Folder
 from blr_analysis.merging.auto import by_precisions
 
 WEIGHTS = [0.7, 1.0, 0.4]
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +31,15 @@ def family() -> dict[str, Any]:
     return {"base": base, "models": models, "precisions": [curved(t) for t in (1, 2, 3)]}
 
 
-def damped_average(models: list[State], precisions: list[State], power: float = 1.0) -> State:
-    """Σ α (H + 3 mean H) θ / Σ α (H + 3 mean H), tensor by tensor in float64."""
+def balanced_average(models: list[State], precisions: list[State], power: float = 1.0) -> State:
+    """Σ α (H / mean H + 3) θ / Σ α (H / mean H + 3), tensor by tensor in float64."""
     merged = {}
     for name in models[0]:
         total = torch.zeros_like(models[0][name], dtype=torch.float64)
         weighted = torch.zeros_like(total)
         for weight, model, precision in zip(WEIGHTS, models, precisions, strict=True):
             h = precision[name].double() ** power
-            share = weight * (h + 3 * h.mean())
+            share = weight * (h / h.mean() + 3)
             total += share
             weighted += share * model[name].double()
         merged[name] = weighted / total
@@ -46,11 +47,11 @@ def damped_average(models: list[State], precisions: list[State], power: float = 
 
 
 @pytest.mark.parametrize("power", [1.0, 0.5])
-def test_diagonals_are_damped_by_the_mean_of_each_tensor(
+def test_diagonals_are_balanced_by_the_mean_of_each_tensor(
     family: dict[str, Any], power: float
 ) -> None:
     merged = blr.merge(**family, weights=WEIGHTS, power=power, dtype=torch.float64)
-    truth = damped_average(family["models"], family["precisions"], power)
+    truth = balanced_average(family["models"], family["precisions"], power)
     for name, value in truth.items():
         torch.testing.assert_close(merged[name].double(), value, rtol=1e-6, atol=1e-7)
 
@@ -79,7 +80,7 @@ def test_a_long_tensor_has_one_mean() -> None:
     count = 2**19 + 77
     models = [{"w": torch.randn(count, generator=generator)} for _ in WEIGHTS]
     precisions = [{"w": torch.rand(count, generator=generator)} for _ in WEIGHTS]
-    truth = damped_average(models, precisions)["w"]
+    truth = balanced_average(models, precisions)["w"]
     for limits in ({"threads": 1}, {"threads": 3, "max_memory": 60_000_000}):
         merged = blr.merge(None, models, precisions=precisions, weights=WEIGHTS, **limits)
         torch.testing.assert_close(merged["w"].double(), truth, rtol=1e-5, atol=1e-6)
@@ -191,18 +192,100 @@ def test_it_does_not_lose_to_the_average(trained: dict[str, Any], structure: str
     assert float(gain.mean()) > -float(standard_error)
 
 
-@pytest.mark.parametrize("structure", ["gram", "kron"])
-def test_of_factors_the_damped_diagonal_is_taken(trained: dict[str, Any], structure: str) -> None:
+def inputs_precision(q: blr.Posterior, key: str, damping: float) -> Tensor:
+    """A / mean(A) + d 1 in float64, A the mean of a layer's dense H over its outputs."""
+    block = next(block for block in q.form.blocks if block.key == key)
+    values = q.form.values[key][0].double() - q.prior.numbers(q.mean)[key]
+    n_outputs = len(q.mean[key])
+    left = torch.eye(n_outputs) if block.left is None else block.left[0]
+    basis = torch.kron(left.double().contiguous(), block.right[0].double().contiguous())
+    dense = basis @ values.expand(n_outputs, -1).flatten().diag() @ basis.mT
+    n_inputs = values.shape[-1]
+    blocks = dense.view(n_outputs, n_inputs, n_outputs, n_inputs)
+    a = blocks.diagonal(dim1=0, dim2=2).mean(-1)
+    return a / a.diagonal().mean() + damping * torch.eye(n_inputs).double()
+
+
+@pytest.mark.parametrize(
+    ("structure", "settings", "damping"),
+    [
+        ("gram", {}, 10.0),
+        ("kron", {}, 3.0),
+        ("gram", {"damping": 0.5}, 0.5),
+        ("kron", {"damping": 0.5}, 0.5),
+    ],
+)
+def test_of_factors_the_inputs_moments_are_taken(
+    trained: dict[str, Any], structure: str, settings: dict[str, float], damping: float
+) -> None:
     models = [task.model for task in trained["tasks"]]
     precisions = [blr.fit_laplace(task, structure=structure) for task in trained["tasks"]]
-    default = blr.merge(None, models, precisions=precisions)
-    named = blr.merge(None, models, precisions=precisions, method="fisher", damping=3.0, shrink=0.0)
-    for name, value in named.items():
-        torch.testing.assert_close(default[name], value)
+    merged = blr.merge(None, models, precisions=precisions, dtype=torch.float64, **settings)
+    for layer in ("0", "2"):
+        top: Any = 0.0
+        bottom: Any = 0.0
+        for model, q in zip(models, precisions, strict=True):
+            linear = model.get_submodule(layer)
+            joint = torch.cat([linear.weight, linear.bias[:, None]], 1).detach().double()
+            a = inputs_precision(q, f"{layer}.weight", damping)
+            top = top + joint @ a
+            bottom = bottom + a
+        truth = torch.linalg.solve(bottom, top, left=False)
+        for name, value in (("weight", truth[:, :-1]), ("bias", truth[:, -1])):
+            torch.testing.assert_close(merged[f"{layer}.{name}"].double(), value, **CLOSE)
+
+
+@pytest.fixture(scope="module")
+def wide() -> list[blr.Task]:
+    """Models with 4 inputs and 30 hidden units, and 12 examples for each."""
+    tasks = []
+    for t in range(2):
+        torch.manual_seed(t)
+        model = nn.Sequential(nn.Linear(4, 30), nn.Tanh(), nn.Linear(30, 3))
+        tasks.append(blr.Task(model, (normal(12, 4, seed=t), torch.arange(12) % 3)))
+    return tasks
+
+
+@pytest.mark.parametrize("structure", ["gram", "kron"])
+def test_layers_with_more_inputs_than_examples(wide: list[blr.Task], structure: str) -> None:
+    """ "gram" is averaged there, and says so; "kron" takes its balanced diagonal."""
+    models = [task.model for task in wide]
+    precisions = [blr.fit_laplace(task, structure=structure) for task in wide]
+    name = "2.weight"
+    weights = [model.get_parameter(name).detach().double() for model in models]
+    if structure == "gram":
+        with pytest.warns(UserWarning, match="2 tensors are averaged"):
+            merged = blr.merge(None, models, precisions=precisions)
+        truth = torch.stack(weights).mean(0)
+    else:
+        merged = blr.merge(None, models, precisions=precisions)
+        shares = []
+        for q in precisions:
+            block = next(block for block in q.form.blocks if block.key == name)
+            values = q.form.values[name][0].double() - q.prior.numbers(q.mean)[name]
+            h = block.left[0].double() ** 2 @ values @ block.right[0].double().mT ** 2
+            shares.append((h / h.mean() + 3)[:, :-1])
+        weighted = [share * weight for share, weight in zip(shares, weights, strict=True)]
+        truth = torch.stack(weighted).sum(0) / torch.stack(shares).sum(0)
+    torch.testing.assert_close(merged[name].double(), truth, **CLOSE)
     whole = blr.merge(None, models, precisions=precisions, shrink=1.0)
-    named = blr.merge(None, models, precisions=precisions, method="fisher", damping=3.0)
-    for name, value in named.items():
-        torch.testing.assert_close(whole[name], value)
+    assert not torch.allclose(whole[name], merged[name], rtol=1e-3)
+
+
+@pytest.mark.parametrize("structure", ["diag", "gram", "kron"])
+def test_large_damping_is_the_average_whatever_the_sizes(
+    trained: dict[str, Any], structure: str
+) -> None:
+    """A model with nine times the other's data weighs no more than they do."""
+    models = [task.model for task in trained["tasks"]]
+    x, y = trained["tasks"][0].fetch(torch.arange(200))
+    many = blr.Task(models[0], (torch.cat([x] * 9), torch.cat([y] * 9)))
+    tasks = [many, trained["tasks"][1]]
+    precisions = [blr.fit_laplace(task, structure=structure) for task in tasks]
+    merged = blr.merge(None, models, precisions=precisions, damping=1e6)
+    average = blr.merge(None, models, method="linear")
+    for name, value in average.items():
+        torch.testing.assert_close(merged[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_what_the_user_sets_stays() -> None:

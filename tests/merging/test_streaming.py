@@ -388,8 +388,8 @@ def test_precisions_that_add_up_to_more_than_float32_holds() -> None:
     models = [{"w": torch.full((2,), x)} for x in (0.5, 0.25)]
     huge = [{"w": torch.full((2,), 2e38)}] * 2
     with pytest.raises(BLRError, match="float64"):
-        blr.merge(base, models, precisions=huge)
-    merged = blr.merge(base, models, precisions=huge, dtype=torch.float64)
+        blr.merge(base, models, precisions=huge, method="fisher")
+    merged = blr.merge(base, models, precisions=huge, method="fisher", dtype=torch.float64)
     torch.testing.assert_close(merged["w"], torch.full((2,), 0.375))
 
 
