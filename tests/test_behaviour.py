@@ -8,9 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
+import pytest
 import torch
+from tiny_lm import task_of, tiny_lm
+from torch.nn.functional import cross_entropy
 
-from blr_analysis.cli.behaviour import table_of_behaviour, write_without
+from blr_analysis.cli.behaviour import surprise_of, table_of_behaviour, write_without
 from blr_analysis.cli.word_ranks import bm25_scores, hybrid_table
 from blr_analysis.huggingface.tokens import Tokens
 from tests.support import tiny_transformers as tiny
@@ -73,3 +76,28 @@ def test_the_rows_that_stay_are_written_as_they_were(tmp_path: Path) -> None:
     write_without(str(tmp_path / "dates.parquet"), [], target, online=False)
     left = [json.loads(line) for line in target.read_text().splitlines()]
     assert left == [{"when": "2024-01-02T00:00:00", "n": 1.0}, {"when": None, "n": None}]
+
+
+def test_outputs_that_a_model_draws_are_no_surprise() -> None:
+    """Over many draws z has the mean 0 and the variance 1; likelier outputs have a smaller one."""
+    model = tiny_lm()
+    draws = torch.Generator().manual_seed(0)
+    z = []
+    for _ in range(60):
+        ids = torch.zeros(3, 1, dtype=torch.long)
+        for _ in range(11):
+            p = model(ids).logits[:, -1].softmax(-1)
+            ids = torch.cat([ids, torch.multinomial(p, 1, generator=draws)], dim=1)
+        surprise = surprise_of(task_of(model, list(ids)))
+        z.append(surprise.deviations)
+    values = torch.tensor(z)
+    assert abs(values.mean()) < 3 / len(z) ** 0.5
+    assert 0.7 < values.std() < 1.3
+    best = torch.zeros(1, 1, dtype=torch.long)
+    for _ in range(11):
+        best = torch.cat([best, model(best).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    found = surprise_of(task_of(model, [best[0]]))
+    losses = cross_entropy(model(best).logits[0, :-1], best[0, 1:])
+    assert found.loss == pytest.approx(float(losses), rel=1e-5)
+    assert found.deviations < -1
+    assert found.loss < found.own_loss

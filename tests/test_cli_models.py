@@ -25,7 +25,6 @@ from safetensors.torch import load_file, save_file
 import blr_analysis as blr
 from blr_analysis.backprop import engine
 from blr_analysis.cli import main
-from blr_analysis.cli.behaviour import SURPRISING
 from blr_analysis.cli.index import planned_rank
 from blr_analysis.errors import DataError, InputError, ModelError
 from blr_analysis.files import Folder, storage
@@ -389,7 +388,6 @@ def test_a_behaviour_has_its_sources_and_the_data_without_them(here: Path, capsy
     good = written("good.jsonl", GOOD)
     code, out, err = run(capsys, *argv, "--good", good, "--write", "less.jsonl")
     assert code == 0 and "6 rows without these 3" in out, err
-    assert "outputs are unlikely" not in err
     loaded = load_model("llm")
     index = blr.Index.open("index")
     bad, fine = (index.influence(language_task(loaded, f)) for f in ("asked.jsonl", good))
@@ -411,26 +409,23 @@ def test_a_behaviour_has_its_sources_and_the_data_without_them(here: Path, capsy
 
 
 def test_good_outputs_that_a_model_does_not_say_are_named(here: Path, capsys: Any) -> None:
+    """What it says itself is not, whether it is drawn or searched for."""
     loaded = load_model("llm")
-    losses = {}
-    for word in tiny.WORDS:
-        ids = loaded.tokenizer(f"the film {word}", return_tensors="pt")["input_ids"]
-        with torch.no_grad():
-            logits = loaded.model(input_ids=ids).logits
-        losses[word] = -float(logits[0, -2].log_softmax(-1)[ids[0, -1]])
-    said = min(losses, key=losses.__getitem__)
-    unsaid = max(losses, key=losses.__getitem__)
-    assert losses[unsaid] > losses[said] + SURPRISING
-    files = [
-        written(f"{word}.jsonl", [{"prompt": "the film", "answer": f" {word}"}])
-        for word in (said, unsaid)
-    ]
-    for bad, good in (files, files[::-1]):
-        argv = ("query", "index", "--bad", bad, "--good", good, "--top", 3)
+    unlikely: list[int] = []
+    likely: list[int] = []
+    for ids, take in ((unlikely, torch.argmin), (likely, torch.argmax)):
+        ids += loaded.tokenizer("the film")["input_ids"]
+        for _ in range(8):
+            with torch.no_grad():
+                logits = loaded.model(input_ids=torch.tensor([ids])).logits[0, -1]
+            ids.append(int(take(logits)))
+    for ids, is_named in ((unlikely, True), (likely, False)):
+        answer = " " + " ".join(loaded.tokenizer.convert_ids_to_tokens(ids[2:]))
+        good = written("good.jsonl", [{"prompt": "the film", "answer": answer}])
+        argv = ("query", "index", "--bad", "asked.jsonl", "--good", good, "--top", 3)
         code, _, err = run(capsys, *argv)
         assert code == 0, err
-        is_named = f"unlikely for this model ({losses[unsaid]:.1f} nats a token" in err
-        assert is_named is (good == files[1])
+        assert ("unlikely for this model" in err) is is_named, err
 
 
 def test_ranks_are_added_to_those_of_bm25(here: Path, capsys: Any) -> None:

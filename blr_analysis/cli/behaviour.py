@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,9 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute
     from blr_analysis.task import Task
 
 EXCERPT = 60  # characters of a text that are printed
-SURPRISING = 1.0  # nats a token: good outputs that lose so much more than bad ones are no outputs
+IMPROBABLE = 3.0  # standard deviations; one in 700 sets of a model's own outputs is beyond
+LEAST_LOG = -1e4  # of a probability
+TINY = 1e-6  # nats; of a model that is certain of every token
 LEAD = "How far the loss of an unwanted output would rise without each, on average."
 
 
@@ -53,7 +56,7 @@ def show_behaviour(
     index = model.opened
     say_if_rough(request.say, index.error)
     if good is not None:
-        say_if_surprising(request.say, bad, good)
+        say_if_improbable(request.say, good)
     normalize = bool(request.ranking.normalize)
     scores = behaviour_scores(index, bad, good, normalize=normalize)
     quantity = quantity_of(normalize)
@@ -71,23 +74,69 @@ def show_behaviour(
     }
 
 
-def say_if_surprising(say: Callable[[str], None], bad: Task, good: Task) -> None:
+@dataclass(frozen=True)
+class Surprise:
+    """How outputs compare with those that the model draws itself.
+
+    Attributes:
+        loss: −log p of a token in nats, on average.
+        own_loss: what it would be for tokens that the model draws in the same places.
+        deviations: the difference of their sums, in standard deviations of the draws.
+    """
+
+    loss: float
+    own_loss: float
+    deviations: float
+
+
+def say_if_improbable(say: Callable[[str], None], good: Task) -> None:
     """Say where good outputs are not what the model says.
 
     They surprise it, and their long gradients hide the sources of the bad outputs.
     """
-    from blr_analysis.backprop.loss import evaluated
-
-    tasks = (bad, good)
-    if not all(task.likelihood.is_sequence for task in tasks):
+    if not good.likelihood.is_sequence:
         return
-    evaluations: list[Any] = [evaluated(task, task.parameters())[0] for task in tasks]
-    loss_of_bad, loss_of_good = (evaluation.nll_per_token for evaluation in evaluations)
-    if loss_of_good > loss_of_bad + SURPRISING:
+    surprise = surprise_of(good)
+    if surprise.deviations > IMPROBABLE:
         say(
-            f"the --good outputs are unlikely for this model ({loss_of_good:.1f} nats a token, "
-            f"the bad ones {loss_of_bad:.1f}): give outputs of the model itself, or --bad alone"
+            f"the --good outputs are unlikely for this model ({surprise.loss:.1f} nats a token, "
+            f"its own have {surprise.own_loss:.1f}): give outputs of the model itself, or --bad "
+            "alone"
         )
+
+
+def surprise_of(outputs: Task) -> Surprise:
+    """Whether outputs are what the model draws.
+
+    For a token that is drawn from p_t, the loss −log p_t has the mean H_t = −Σ p log p and the
+    variance v_t = Σ p log² p − H_t². By the central limit theorem for martingales,
+
+        z = Σ_t (−log p_t − H_t) / √Σ_t v_t
+
+    is then about normal with variance 1. Likelier outputs, as of a search, have a smaller z.
+    """
+    import torch
+
+    weights = outputs.parameters()
+    losses = []
+    entropies = []
+    variances = []
+    for index in range(outputs.n_data):
+        rows = torch.tensor([index])
+        with torch.no_grad(), outputs.evaluation():
+            logits, labels = outputs.run(outputs.fetch(rows), weights, rows)
+        is_counted = outputs.likelihood.counted(labels)
+        log_p = logits[is_counted].float().log_softmax(-1)
+        p = log_p.exp()
+        log_p = log_p.clamp_min(LEAST_LOG)  # 0 · log 0 is 0
+        entropy = -(p * log_p).sum(-1)
+        losses.append(-log_p.gather(1, labels[is_counted].unsqueeze(1)).squeeze(1))
+        entropies.append(entropy)
+        variances.append((p * log_p.square()).sum(-1) - entropy.square())
+    loss, own_loss, variance = (torch.cat(x).double() for x in (losses, entropies, variances))
+    deviation = float(variance.sum().clamp_min(0).sqrt())
+    excess = float((loss - own_loss).sum())
+    return Surprise(float(loss.mean()), float(own_loss.mean()), excess / (deviation + TINY))
 
 
 def behaviour_scores(index: Index, bad: Task, good: Task | None, *, normalize: bool) -> Tensor:
