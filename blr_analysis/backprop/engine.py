@@ -33,7 +33,7 @@ from blr_analysis.task import Task
 MIN_BYTES_ON_CPU = 56 * 2**20
 MIN_BYTES_ON_GPU = 2**30
 EXAMPLES_IN_MEMORY = 8.5
-TOKENS_ON_CPU = 600
+TOKENS_ON_CPU = 800
 MAX_BYTES = 2**30
 MAX_PARAMETER_COPIES = 4  # times the bytes of the parameters
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from tiny_lm import tiny_lm
 from torch import Tensor, nn
 
 from blr_analysis import sensitivity
+from blr_analysis.backprop import engine
 from blr_analysis.backprop.engine import chunks
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.posterior import Posterior, fit_laplace
@@ -180,3 +182,15 @@ def test_frozen_layers_cost_nothing() -> None:
     for chunk in chunks(task, params, size=4):
         chunk.jacobian_terms()
     assert passes == 3 * [after_live]  # one pass for each output, none twice
+
+
+@pytest.mark.parametrize("length", [1, 60, 300, 10_000])
+def test_long_sequences_are_computed_few_at_a_time(length: int) -> None:
+    """As few as have the tokens that a CPU needs together; short ones as many as ever."""
+    task = build("mlp", 4)
+    plan = replace(plan_for(task, task.parameters()), tokens=length)
+    most = int(engine.EXAMPLES_IN_MEMORY)
+    count = int(engine.examples_in_memory(task, plan))
+    assert 1 <= count <= most
+    assert (count - 1) * length < engine.TOKENS_ON_CPU
+    assert count * length >= engine.TOKENS_ON_CPU or count == most
