@@ -18,7 +18,7 @@ from blr_analysis.cli.fisher import fisher
 from blr_analysis.cli.index import index
 from blr_analysis.cli.inputs import Source
 from blr_analysis.cli.merging import merge
-from blr_analysis.cli.options import Out, Shared, dry_run, flattened, show_forecast
+from blr_analysis.cli.options import Out, Shared, dry_run, flattened, option, show_forecast
 from blr_analysis.cli.query import query
 from blr_analysis.cli.validate import validate
 from blr_analysis.cli.verify import verify
@@ -127,15 +127,15 @@ def audit(
     source: Source,
     by: Annotated[
         str,
-        typer.Option(
-            metavar="COLUMN",
-            help="The groups to leave out, one after the other: target, a column of the "
+        option(
+            "COLUMN",
+            "The groups to leave out, one after the other: target, a column of the "
             "metadata, none, or auto (the classes).",
         ),
     ] = "auto",
     passes: Annotated[
         int | None,
-        typer.Option(metavar="NUMBER", help="Passes over the data for each group."),
+        option("NUMBER", "Passes over the data for each group."),
     ] = None,
     out: Out = Path("blr-audit"),
     shared: Shared,
@@ -296,5 +296,12 @@ COMMANDS: dict[str, Callable[..., dict[str, Any] | None]] = {
     "verify": verify,
     "algorithms": algorithms,
 }
+IDLE_OPTIONS = {  # shared ones that do nothing in a command
+    "demo": {"device", "max_memory", "progress"},
+    "fisher": {"progress"},
+    "verify": {"device", "max_memory", "force"},
+    "algorithms": {"device", "max_memory", "progress"},
+}
 for command_name, command in COMMANDS.items():
-    app.command(command_name, help=flowed(command.__doc__))(flattened(command))
+    typed_command = flattened(command, IDLE_OPTIONS.get(command_name, ()))
+    app.command(command_name, help=flowed(command.__doc__))(typed_command)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blr_analysis.cli.options import Base, Shared, show_forecast
+from blr_analysis.cli.options import Base, Shared, option, show_forecast
 from blr_analysis.terminal import Teller, pairs
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute
@@ -44,18 +44,16 @@ def fisher(
     base: Base = None,
     text: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="COLUMN",
-            help="The column with the texts; give it twice for pairs. If left out: a "
-            "usual name (text, sentence, sentence1 and sentence2, ...).",
-            rich_help_panel=OF_DATA,
+        option(
+            "COLUMN",
+            "The column with the texts; give it twice for pairs. If left out: a usual "
+            "name (text, sentence, sentence1 and sentence2, ...).",
+            panel=OF_DATA,
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", "-o", metavar="PATH", help="Where to write. If left out: MODEL/precision."
-        ),
+        option("PATH", "Where to write. If left out: MODEL/precision.", "--out", "-o"),
     ] = None,
     bfloat16: Annotated[
         bool,
@@ -89,11 +87,7 @@ def fisher(
     ] = 1,
     label: Annotated[
         str | None,
-        typer.Option(
-            metavar="COLUMN",
-            help="The column with the labels. If left out: a usual name.",
-            rich_help_panel=OF_DATA,
-        ),
+        option("COLUMN", "The column with the labels. If left out: a usual name.", panel=OF_DATA),
     ] = None,
     task: Annotated[
         str | None,
@@ -104,19 +98,17 @@ def fisher(
     ] = None,
     examples: Annotated[
         int | None,
-        typer.Option(
-            metavar="M",
-            help="Use M random examples of the N; the sum is scaled by N/M.",
-            rich_help_panel=OF_PRECISION,
+        option(
+            "M", "Use M random examples of the N; the sum is scaled by N/M.", panel=OF_PRECISION
         ),
     ] = None,
     max_length: Annotated[
         int | None,
-        typer.Option(
-            metavar="TOKENS",
-            help="Read this many tokens of a text. If left out: as many as the model "
-            "reads, at most 512.",
-            rich_help_panel=OF_DATA,
+        option(
+            "TOKENS",
+            "Read this many tokens of a text. If left out: as many as the model reads, "
+            "at most 512.",
+            panel=OF_DATA,
         ),
     ] = None,
     seed: Annotated[

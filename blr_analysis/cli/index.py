@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blr_analysis.cli.inputs import Source
-from blr_analysis.cli.options import Shared, show_forecast
+from blr_analysis.cli.options import Shared, option, show_forecast
 from blr_analysis.cli.origin import SOURCE, origin_of
 from blr_analysis.cli.refinement import ROUGH
 from blr_analysis.errors import InputError
@@ -40,7 +40,7 @@ def index(
             "left out: the smallest that errs by less than 0.3, at most 32768.",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="INDEX", help="A folder to write.")],
+    out: Annotated[Path, option("INDEX", "A folder to write.", "--out", "-o")],
     profile: Annotated[
         bool, typer.Option("--profile", help="Print how long each pass over the data took.")
     ] = False,

@@ -28,6 +28,7 @@ from blr_analysis.cli.options import (
     Prompt,
     Shared,
     Text,
+    option,
 )
 from blr_analysis.errors import BLRError, InputError
 from blr_analysis.terminal import Teller
@@ -67,30 +68,21 @@ class Source:
     ] = None
     test: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Test data: a function in the same script, or, with MODEL, a file.",
-        ),
+        option("NAME", "Test data: a function in the same script, or, with MODEL, a file."),
     ] = None
     posterior: Annotated[
         Path | None,
-        typer.Option(
-            "--posterior", "-p", metavar="FILE", help="A posterior that posterior.save(FILE) wrote."
-        ),
+        option("FILE", "A posterior that posterior.save(FILE) wrote.", "--posterior", "-p"),
     ] = None
     fit: Annotated[
         StructureName | None,
-        typer.Option(
-            metavar="KIND",
-            help="The posterior to fit without -p: kron (the default), diag, lowrank or full.",
+        option(
+            "KIND", "The posterior to fit without -p: kron (the default), diag, lowrank or full."
         ),
     ] = None
     prior_precision: Annotated[
         float | None,
-        typer.Option(
-            metavar="D",
-            help="Weight decay times the number of examples. If left out, it is estimated.",
-        ),
+        option("D", "Weight decay times the number of examples. If left out, it is estimated."),
     ] = None
     calibrate: Annotated[
         bool,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blr_analysis.cli.options import Shared, dry_run, read_size
+from blr_analysis.cli.options import Shared, dry_run, option, read_size
 from blr_analysis.errors import BLRError, InputError
 from blr_analysis.terminal import Teller
 
@@ -49,15 +49,13 @@ def merge(
     ] = None,
     shard_size: Annotated[
         str,
-        typer.Option(
-            metavar="SIZE", help="The largest size of a file. A larger tensor gets its own file."
-        ),
+        option("SIZE", "The largest size of a file. A larger tensor gets its own file."),
     ] = "5GB",
     validate: Annotated[
         list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="For merge_method auto: labelled examples that no model was trained on; "
+        option(
+            "FILE",
+            "For merge_method auto: labelled examples that no model was trained on; "
             "once for each task.",
         ),
     ] = None,

@@ -12,7 +12,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import StrEnum
@@ -36,47 +36,47 @@ SIZE = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*", re.ASCI
 DtypeName = StrEnum("DtypeName", "auto float32 bfloat16 float16")
 AS_STORED = DtypeName("auto")
 
-Out = Annotated[
-    Path | None, typer.Option("--out", "-o", metavar="DIR", help="Write tables and pictures here.")
-]
+
+def option(
+    metavar: str, text: str, *names: str, panel: str | None = None, least: int | None = None
+) -> Any:
+    """An option that takes a value.
+
+    Args:
+        metavar: what the help calls the value.
+        text: what the option does.
+        names: its spellings; if left out, the parameter's name.
+        panel: the heading of the help; None: that of its group.
+        least: the smallest value.
+    """
+    return typer.Option(*names, metavar=metavar, help=text, rich_help_panel=panel, min=least)
+
+
+Out = Annotated[Path | None, option("DIR", "Write tables and pictures here.", "--out", "-o")]
 OF_LANGUAGE_MODELS = "Language models"
 Base = Annotated[
     Path | None,
-    typer.Option(
-        metavar="MODEL",
-        help="Where the base of an adapter is, if it was moved.",
-        rich_help_panel=OF_LANGUAGE_MODELS,
-    ),
+    option("MODEL", "Where the base of an adapter is, if it was moved.", panel=OF_LANGUAGE_MODELS),
 ]
 Text = Annotated[
     str | None,
-    typer.Option(
-        metavar="COLUMN", help="The column with the texts.", rich_help_panel=OF_LANGUAGE_MODELS
-    ),
+    option("COLUMN", "The column with the texts.", panel=OF_LANGUAGE_MODELS),
 ]
 Prompt = Annotated[
     str | None,
-    typer.Option(
-        metavar="COLUMN",
-        help="The column with the prompts.",
-        rich_help_panel=OF_LANGUAGE_MODELS,
-    ),
+    option("COLUMN", "The column with the prompts.", panel=OF_LANGUAGE_MODELS),
 ]
 Answer = Annotated[
     str | None,
-    typer.Option(
-        metavar="COLUMN",
-        help="The column with their answers.",
-        rich_help_panel=OF_LANGUAGE_MODELS,
-    ),
+    option("COLUMN", "The column with their answers.", panel=OF_LANGUAGE_MODELS),
 ]
 Length = Annotated[
     int | None,
-    typer.Option(
-        metavar="TOKENS",
-        min=2,
-        help="Cut longer texts to this length. If left out, they are refused.",
-        rich_help_panel=OF_LANGUAGE_MODELS,
+    option(
+        "TOKENS",
+        "Cut longer texts to this length. If left out, they are refused.",
+        least=2,
+        panel=OF_LANGUAGE_MODELS,
     ),
 ]
 Eos = Annotated[
@@ -90,28 +90,24 @@ Eos = Annotated[
 ]
 Beta = Annotated[
     float | None,
-    typer.Option(
-        metavar="B",
-        help="β of DPO, for preference pairs. If left out: what BLRCallback recorded, else 0.1.",
-        rich_help_panel=OF_LANGUAGE_MODELS,
+    option(
+        "B",
+        "β of DPO, for preference pairs. If left out: what BLRCallback recorded, else 0.1.",
+        panel=OF_LANGUAGE_MODELS,
     ),
 ]
 
 
 @dataclass(frozen=True)
 class Shared:
-    """The options of every command: where to compute, what may be replaced, what is shown."""
+    """The options of commands: where to compute, what may be replaced, what is shown."""
 
     PANEL: ClassVar[str] = "How to run"
 
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Where to compute: cpu, cuda, mps.")
-    ] = None
+    device: Annotated[str | None, option("NAME", "Where to compute: cpu, cuda, mps.")] = None
     max_memory: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE", help="How much memory to use beyond model and data, such as 1GB."
-        ),
+        option("SIZE", "How much memory to use beyond model and data, such as 1GB."),
     ] = None
     force: Annotated[bool, typer.Option("--force", help="Replace what was written before.")] = False
     dry_run: Annotated[
@@ -191,7 +187,7 @@ class LoadingOptions:
 
     dtype: Annotated[
         DtypeName,
-        typer.Option(metavar="NAME", help="auto (as in its files), float32, bfloat16 or float16."),
+        option("NAME", "auto (as in its files), float32, bfloat16 or float16."),
     ] = AS_STORED
     load_in_4bit: Annotated[
         bool,
@@ -199,7 +195,7 @@ class LoadingOptions:
     ] = False
     device_map: Annotated[
         str | None,
-        typer.Option(metavar="MAP", help="Spread layers over devices: auto, balanced."),
+        option("MAP", "Spread layers over devices: auto, balanced."),
     ] = None
     online: Annotated[
         bool,
@@ -253,12 +249,16 @@ def read_size(option: str, text: str) -> int:
     return int(size)
 
 
-def flattened(command: Callable[..., Any]) -> Callable[..., Any]:
+def flattened(command: Callable[..., Any], idle: Collection[str] = ()) -> Callable[..., Any]:
     """The command with one parameter for each option, as typer reads them.
 
     A parameter of a dataclass is replaced by the dataclass's fields. The options of
     :class:`Shared` come last, because they are the same for all commands. A command returns its
     findings as plain values, which ``--json`` prints.
+
+    Args:
+        command: a function of groups of options and of single ones.
+        idle: options of :class:`Shared` that the command does not look at, and does not have.
     """
     parameters = inspect.signature(command, eval_str=True).parameters.values()
     groups: dict[str, Any] = {
@@ -271,7 +271,7 @@ def flattened(command: Callable[..., Any]) -> Callable[..., Any]:
         elif parameter.annotation is not Shared:
             options += options_of(parameter.annotation)
     if Shared in groups.values():
-        options += options_of(Shared)
+        options += [shared for shared in options_of(Shared) if shared.name not in idle]
 
     def run(**values: Any) -> None:
         for name, group in groups.items():
@@ -301,7 +301,7 @@ def print_facts(command: Callable[..., Mapping[str, Any] | None], options: Any) 
 def gathered(group: Any, values: dict[str, Any]) -> Any:
     """An instance of a dataclass of options; its values are taken out of ``values``.
 
-    A field may be such a dataclass itself.
+    A field may be such a dataclass itself. A field without a value has its default.
     """
     annotations = get_type_hints(group)
     arguments = {}
@@ -309,7 +309,7 @@ def gathered(group: Any, values: dict[str, Any]) -> Any:
         kind = annotations[field.name]
         if is_dataclass(kind):
             arguments[field.name] = gathered(kind, values)
-        else:
+        elif field.name in values:
             arguments[field.name] = values.pop(field.name)
     return group(**arguments)
 

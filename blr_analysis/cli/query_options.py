@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from blr_analysis.cli.options import Base, Eos, Length, Shared, Text
+from blr_analysis.cli.options import Base, Eos, Length, Shared, Text, option
 from blr_analysis.errors import InputError
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
@@ -24,16 +24,14 @@ class Ranking:
 
     PANEL: ClassVar[str] = "What is shown"
 
-    top: Annotated[
-        int, typer.Option(metavar="K", min=1, help="How many sources to show for each question.")
-    ] = 5
+    top: Annotated[int, option("K", "How many sources to show for each question.", least=1)] = 5
     refine: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            min=0,
-            help="Order the best N of each question again, by their exact influence. If left "
+        option(
+            "N",
+            "Order the best N of each question again, by their exact influence. If left "
             f"out: {REFINED}, or 0 without the training data. 0 keeps the order of the index.",
+            least=0,
         ),
     ] = None
     normalize: Annotated[
@@ -71,20 +69,15 @@ class Behaviour:
 
     bad: Annotated[
         str | None,
-        typer.Option(
-            metavar="OUTPUTS", help="In place of QUESTIONS: outputs of one unwanted behaviour."
-        ),
+        option("OUTPUTS", "In place of QUESTIONS: outputs of one unwanted behaviour."),
     ] = None
     good: Annotated[
         str | None,
-        typer.Option(metavar="OUTPUTS", help="Wanted outputs; their mean influence is subtracted."),
+        option("OUTPUTS", "Wanted outputs; their mean influence is subtracted."),
     ] = None
     write: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="With --bad: write the training rows, except those shown, as .jsonl.",
-        ),
+        option("FILE", "With --bad: write the training rows, except those shown, as .jsonl."),
     ] = None
 
 
@@ -96,13 +89,11 @@ class Places:
 
     model: Annotated[
         Path | None,
-        typer.Option(metavar="MODEL", help="Where the model is now, if it was moved."),
+        option("MODEL", "Where the model is now, if it was moved."),
     ] = None
     data: Annotated[
         str | None,
-        typer.Option(
-            metavar="DATA", help="Where the training data (or their SCRIPT.py:TASK) are now."
-        ),
+        option("DATA", "Where the training data (or their SCRIPT.py:TASK) are now."),
     ] = None
     base: Base = None
     text: Text = None

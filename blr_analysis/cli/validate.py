@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import RenderableType
 
 from blr_analysis.cli.inputs import Source
-from blr_analysis.cli.options import Out, Shared, show_forecast
+from blr_analysis.cli.options import Out, Shared, option, show_forecast
 from blr_analysis.errors import InputError
 from blr_analysis.terminal import Teller, grid, note, section, show
 
@@ -25,26 +24,26 @@ def validate(
     source: Source,
     scores: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="[NAME=]FILE",
-            help="Scores of another method, a row for each training example: .npy or .parquet; "
-            "repeatable.",
+        option(
+            "[NAME=]FILE",
+            "Scores of another method, a row for each training example: .npy or "
+            ".parquet; repeatable.",
         ),
     ] = None,
-    halves: Annotated[int, typer.Option(metavar="NUMBER", help="Random halves.")] = 20,
+    halves: Annotated[int, option("NUMBER", "Random halves.")] = 20,
     seeds: Annotated[
         int,
-        typer.Option(metavar="NUMBER", help="Trainings of each half; one gives no ceiling."),
+        option("NUMBER", "Trainings of each half; one gives no ceiling."),
     ] = 2,
     passes: Annotated[
         int | None,
-        typer.Option(metavar="NUMBER", help="Epochs of each training, in place of the recipe's."),
+        option("NUMBER", "Epochs of each training, in place of the recipe's."),
     ] = None,
     keep: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="A .safetensors file for the retrained losses. What it holds already is "
+        option(
+            "FILE",
+            "A .safetensors file for the retrained losses. What it holds already is "
             "not trained again.",
         ),
     ] = None,

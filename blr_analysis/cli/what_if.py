@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import typer
-
 from blr_analysis.cli.inputs import Source
-from blr_analysis.cli.options import Out, Shared, dry_run
+from blr_analysis.cli.options import Out, Shared, dry_run, option
 from blr_analysis.cli.row_queries import check_queries, new_labels
 from blr_analysis.errors import InputError
 from blr_analysis.terminal import Teller, pairs, show
@@ -31,17 +29,15 @@ class Change:
 
     remove: Annotated[
         str | None,
-        typer.Option(metavar="QUERY", help="The rows to remove, as a pandas query."),
+        option("QUERY", "The rows to remove, as a pandas query."),
     ] = None
     relabel: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="QUERY:LABEL", help="The rows to relabel, and their new label; repeatable."
-        ),
+        option("QUERY:LABEL", "The rows to relabel, and their new label; repeatable."),
     ] = None
     decisions: Annotated[
         Path | None,
-        typer.Option(metavar="CSV", help="The decisions that you saved on the page of an audit."),
+        option("CSV", "The decisions that you saved on the page of an audit."),
     ] = None
 
     def check(self) -> None:
@@ -80,21 +76,19 @@ class Prediction:
 
     solver: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            help="posterior (one step), cg (a descent), replay (short trainings), retrain (whole "
-            "trainings), or auto.",
+        option(
+            "NAME",
+            "posterior (one step), cg (a descent), replay (short trainings), retrain "
+            "(whole trainings), or auto.",
         ),
     ] = "auto"
     seeds: Annotated[
         int,
-        typer.Option(metavar="NUMBER", help="How many trainings; one gives no interval."),
+        option("NUMBER", "How many trainings; one gives no interval."),
     ] = 3
     passes: Annotated[
         int | None,
-        typer.Option(
-            metavar="NUMBER", help="Passes over the data. If left out: 60 for cg, 8 for replay."
-        ),
+        option("NUMBER", "Passes over the data. If left out: 60 for cg, 8 for replay."),
     ] = None
 
 
