@@ -4,7 +4,9 @@
 
 Mean and standard deviation are those of the training data. If both data were prepared in the same
 way, the median z of the test data lies between the smallest and the largest z of the training data,
-and the model explains test targets better than shuffled training targets.
+and the model explains test targets better than shuffled training targets. Of a few test examples,
+which somebody may have chosen because they are predicted worst, losses say nothing, and inputs only
+where all of them lie outside.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from blr_analysis.posterior.predictive import scored_by
 from blr_analysis.task import Task
 
 SAMPLE = 512  # examples of either task, spread evenly
-FEWEST = 20  # with fewer examples, ranges and mean losses say nothing
+FEWEST = 20  # with fewer training examples, nothing is said; of fewer test examples, little
 ERRORS = 3.0  # standard errors, by which mean losses must differ
 
 
@@ -89,7 +91,10 @@ def _sample(task: Task, mean: Mapping[str, Tensor]) -> Sample:
 
 
 def _on_inputs(training: Sample, test: Sample) -> str:
-    """One line if the median test input is smaller or larger than all training inputs; else ""."""
+    """One line if the median test input is smaller or larger than all training inputs; else "".
+
+    Of a few test inputs, all must be.
+    """
     if training.inputs is None or test.inputs is None:
         return ""
     if training.inputs.shape[1] != test.inputs.shape[1]:
@@ -107,8 +112,11 @@ def _on_inputs(training: Sample, test: Sample) -> str:
     training_sizes = sizes(training.inputs)
     low = float(training_sizes.min())
     high = float(training_sizes.max())
-    typical = float(sizes(test.inputs).median())
-    if low <= typical <= high:
+    test_sizes = sizes(test.inputs)
+    typical = float(test_sizes.median())
+    is_inside = (test_sizes >= low) & (test_sizes <= high)
+    are_few = len(test_sizes) < FEWEST
+    if low <= typical <= high or (are_few and bool(is_inside.any())):
         return ""
     return (
         f"test inputs are {typical:.3g} times the training's spread, training inputs "
@@ -117,7 +125,12 @@ def _on_inputs(training: Sample, test: Sample) -> str:
 
 
 def _on_losses(task: Task, training: Sample, test: Sample) -> str:
-    """One line if test losses are no better than those of shuffled training targets; else ""."""
+    """One line if test losses are no better than those of shuffled training targets; else "".
+
+    Nothing is said of a few test examples.
+    """
+    if len(test.targets) < FEWEST:
+        return ""
     scored = scored_by(task.likelihood)
     n_training = len(training.targets)
     n_test = len(test.targets)
@@ -130,12 +143,12 @@ def _on_losses(task: Task, training: Sample, test: Sample) -> str:
     is_far_above = test_loss > chance + noise
     explains_training = training_loss < chance - noise
     explains_test = test_loss <= chance - noise
-    explains_training_alone = explains_training and not explains_test and n_test >= FEWEST
+    explains_training_alone = explains_training and not explains_test
     if not (is_far_above or explains_training_alone):
         return ""
     return (
         f"test losses are {test_loss:.3g}, those of shuffled training targets {chance:.3g}: "
-        "other units or labels?"
+        "other units or labels, or rows chosen for their losses?"
     )
 
 

@@ -95,6 +95,17 @@ def test_one_line_in_influence_and_what_if(digits: blr.Task, way: str) -> None:
         assert ("other units" in note) == (way in ANOTHER)
 
 
+def test_rows_that_are_predicted_worst_are_in_the_same_units(digits: blr.Task) -> None:
+    """A few of them are not called otherwise; of many the line says that they may be chosen."""
+    test = blr.Task(digits.model, (standardised(PIXELS[200:]), DIGITS[200:]))
+    losses = cross_entropy(digits.model(test.dataset.tensors[0]), DIGITS[200:], reduction="none")
+    worst = losses.argsort(descending=True)
+    for count in (1, 5, 19):
+        assert unlike_training(digits, test.subset(worst[:count]), digits.parameters()) == ""
+    many = unlike_training(digits, test.subset(worst[:20]), digits.parameters())
+    assert many.endswith("or rows chosen for their losses?")
+
+
 def test_a_regression_in_other_units() -> None:
     x, y = (torch.tensor(part).float() for part in load_diabetes(return_X_y=True))
     x = x / x.std(0)
