@@ -77,8 +77,8 @@ def _columns_of_figures(
     has_range = _has_range(table, trusted)
     if has_range.any():
         ranges = zip(table["nll_low"], table["nll_high"], has_range, strict=True)
-        columns["likely between"] = [
-            f"{two_digits(low)} and {two_digits(high)}" if is_known else ""
+        columns["likely range"] = [
+            f"{two_digits(low)} to {two_digits(high)}" if is_known else ""
             for low, high, is_known in ranges
         ]
     if not table["accuracy_after"].isna().to_numpy().any():
@@ -128,11 +128,15 @@ def verdicts(table: pd.DataFrame) -> list[str]:
 def in_short(table: pd.DataFrame, noun: str, names: Names | None, measure: str) -> str:
     """The group that helps most and the one that hurts most, in two sentences."""
     words = verdicts(table)
+    some_help = words[0] == "helps"
+    some_hurt = words[-1] == "hurts"
+    if not some_help and not some_hurt:
+        return f"No {noun} clearly helps or hurts."
     helpful = f"No {noun} clearly helps."
-    if words[0] == "helps":
+    if some_help:
         helpful = _effect(table.iloc[0], "helps", noun, names, measure)
     harmful = f"No {noun} clearly hurts."
-    if words[-1] == "hurts":
+    if some_hurt:
         harmful = _effect(table.iloc[-1], "hurts", noun, names, measure)
     return f"{helpful} {harmful}"
 

@@ -64,11 +64,11 @@ def _columns(findings: Findings, evaluations: dict[str, Any]) -> dict[str, Seque
     rows = [on_training, *on_new]
     if findings.scores.tokens is not None:
         columns["loss of a token"] = [two_digits(row.nll_per_token) for row in rows]
-        columns["likely between"] = ["", *map(token_range, on_new)]
+        columns["likely range"] = ["", *map(token_range, on_new)]
         columns["perplexity"] = [two_digits(row.perplexity) for row in rows]
         return columns
     columns[measured(findings)] = [two_digits(row.nll) for row in rows]
-    columns["likely between"] = ["", *map(loss_range, on_new)]
+    columns["likely range"] = ["", *map(loss_range, on_new)]
     if is_of_one_number(findings):
         columns["typical error"] = [two_digits(math.sqrt(row.nll)) for row in rows]
     if findings.loo.accuracy is not None:

@@ -29,6 +29,15 @@ class Section:
         """The table, row by row."""
         return list(zip(*self.columns.values(), strict=True))
 
+    @property
+    def holds_words(self) -> list[bool]:
+        """Whether each column holds words: the first one, and those without a digit."""
+        columns = [" ".join(map(str, values)) for values in self.columns.values()]
+        return [
+            place == 0 or not any(letter.isdigit() for letter in text)
+            for place, text in enumerate(columns)
+        ]
+
 
 def short(values: Any) -> list[str]:
     """Numbers to two digits."""
@@ -38,8 +47,8 @@ def short(values: Any) -> list[str]:
 def two_digits(value: float, sign: str = "") -> str:
     """A number to two digits, without an exponent where it is of ordinary size.
 
-    >>> two_digits(0.03456), two_digits(0.999), two_digits(12.6), two_digits(0.012, "+")
-    ('0.035', '1.0', '13', '+0.012')
+    >>> two_digits(0.03456), two_digits(0.999), two_digits(32870), two_digits(0.012, "+")
+    ('0.035', '1.0', '33,000', '+0.012')
     """
     value = float(value)
     size = abs(value)
@@ -47,9 +56,9 @@ def two_digits(value: float, sign: str = "") -> str:
         return f"{value:{sign}.2g}"
     if size >= 1e7 or size < 1e-4:
         return f"{value:{sign}.1e}"
-    rounded = float(f"{size:.1e}")
-    decimals = max(0, 1 - math.floor(math.log10(rounded)))
-    return f"{value:{sign},.{decimals}f}"
+    rounded = float(f"{value:.1e}")
+    decimals = max(0, 1 - math.floor(math.log10(abs(rounded))))
+    return f"{rounded:{sign},.{decimals}f}"
 
 
 def range_around(centre: float, half_width: float) -> str:

@@ -19,11 +19,6 @@ MAX_SOURCES = 50  # values in a column of sources; with more, it is some other c
 MIN_SUSPECTS = 5  # of one source, to speak of it
 MAX_PRECISION = 0.99  # that is written; no label is called wrong for certain
 CLEAR_EXCESS = 3.0  # standard deviations above the number that chance gives a source
-FAULTS = {
-    "label": "probably labelled wrongly",
-    "unfamiliar": "unlike the others",
-    "duplicate": "there twice",
-}
 
 
 def suspects(findings: Findings) -> Section:
@@ -33,10 +28,7 @@ def suspects(findings: Findings) -> Section:
     lead = _number_of_suspects(findings)
     if not len(table):
         return Section(title, lead)
-    notes = []
-    supplier = main_supplier(findings)
-    if supplier:
-        notes.append(supplier)
+    notes = [note for note in (main_supplier(findings), no_label_called(findings)) if note]
     return Section(
         title,
         lead=f"{lead} Suspicious is not wrong: look, then decide.",
@@ -46,15 +38,23 @@ def suspects(findings: Findings) -> Section:
 
 
 def _number_of_suspects(findings: Findings) -> str:
-    """A sentence on how many examples are suspected of each fault, and one on the labels."""
-    meanings = dict(FAULTS)
+    """A sentence on how many examples are suspected of each fault, and one on the labels.
+
+    Only labels of classes are counted by the chance that they are wrong. Of targets, texts and
+    unfamiliar examples a share is listed, whether they are wrong or not.
+    """
+    meanings = {
+        "label": "{:,} probably labelled wrongly",
+        "unfamiliar": "the {:,} least like the others",
+        "duplicate": "{:,} there twice",
+    }
     if findings.task.likelihood.is_sequence:
-        meanings["label"] = "probably wrong"
+        meanings["label"] = "the {:,} hardest to predict"
     elif not findings.task.likelihood.is_classification:
-        meanings["label"] = "probably with a wrong target"
+        meanings["label"] = "the {:,} whose targets are furthest from the prediction"
     counts = findings.suspects["kind"].value_counts().to_dict()
     faults = [
-        f"{counts[kind]:,} {meaning}" for kind, meaning in meanings.items() if counts.get(kind)
+        meaning.format(counts[kind]) for kind, meaning in meanings.items() if counts.get(kind)
     ]
     text = f"Of {len(findings.table):,} examples: {', '.join(faults) or 'none looks wrong'}."
     precision = findings.suspicions.precision
@@ -62,6 +62,12 @@ def _number_of_suspects(findings: Findings) -> str:
         share = percent(min(precision, MAX_PRECISION))
         text += f" About {share} of these labels are expected to be wrong."
     return text
+
+
+def no_label_called(findings: Findings) -> str:
+    """A sentence on why no label is called wrong although the model contradicts some."""
+    reason = findings.suspicions.no_label_called
+    return f"{reason[:1].upper()}{reason[1:]}." if reason else ""
 
 
 def _worst(table: pd.DataFrame, *, has_sizes: bool) -> dict[str, Any]:

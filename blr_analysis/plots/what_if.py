@@ -133,7 +133,7 @@ def _draw(
     heights = np.concatenate([before, after, retrained, [0.0]])
     if intervals is not None and np.isfinite(intervals).any():
         low, high = intervals.T
-        ax.vlines(places, low, high, color="black", lw=1.5, label="likely between", zorder=2.5)
+        ax.vlines(places, low, high, color="black", lw=1.5, label="likely range", zorder=2.5)
         heights = np.append(heights, intervals)
     if np.isfinite(retrained).any():
         _draw_retrained(ax, places, retrained)

@@ -34,6 +34,7 @@ MAX_ALL_TEXTS = 1_500_000  # characters of all texts
 MAX_WORD = 80  # characters of a cell
 SENTENCE = 40  # characters; a column of longer words has the examples' texts
 TEXT_PROBE = 200  # rows that are read to find the column of texts
+MANY_DIGITS = 100  # from here on, two digits would hide what a prediction says
 MAX_COLOURS = 50  # values of a column worth colouring by
 FIRST = ("rank", "index", "target", "left_out_prediction", "kind", "region")
 LAST = (
@@ -307,10 +308,15 @@ def _named(target: Any, names: Names | None) -> str:
 
 
 def _predicted(prediction: Any, names: Names | None) -> str:
-    """The name of a predicted class, or the predicted numbers to two digits."""
+    """The name of a predicted class, or the predicted numbers."""
     values = prediction if isinstance(prediction, list) else [prediction]
     are_numbers = any(isinstance(value, float) for value in values)
-    return ", ".join(map(two_digits, values)) if are_numbers else _named(values, names)
+    return ", ".join(map(_predicted_number, values)) if are_numbers else _named(values, names)
+
+
+def _predicted_number(value: float) -> str:
+    """A predicted number: two digits, and all digits before the point, as of a year."""
+    return two_digits(value) if abs(value) < MANY_DIGITS else f"{value:,.0f}"
 
 
 def _text_of(test: Task, index: int) -> str | None:
@@ -325,17 +331,18 @@ def _text_of(test: Task, index: int) -> str | None:
 def suspects_of(findings: Findings, rows: Shown) -> list[dict[str, Any]]:
     """The gallery: the first rows of :func:`blr_analysis.suspicious`.
 
-    A suspect has its row on the page, its kind, its twin, the chance that its label is wrong, and
-    the other label that fits best. For regression no target is proposed: the model's own prediction
-    would only confirm the model.
+    A suspect has its row on the page, its kind, its twin, the chance that its label is wrong, and,
+    if that is likely, the other label that fits best. For regression no target is proposed: the
+    model's own prediction would only confirm the model.
     """
     records = []
     for suspect in findings.suspects.head(GALLERY).to_dict("records"):
         is_duplicate = suspect["kind"] == "duplicate"
+        has_wrong_label = suspect["kind"] == "label"
         record = {
             "row": rows.place(suspect["index"]),
             "kind": str(suspect["kind"]),
-            "proposed": _cell(suspect.get("proposed", np.nan)),
+            "proposed": _cell(suspect.get("proposed", np.nan)) if has_wrong_label else None,
             "twin": suspect["twin"] if is_duplicate else None,
             "wrong": _cell(suspect.get("wrong", np.nan)),
         }

@@ -39,13 +39,15 @@ const tile = (k, side) => {
 const words = (text, name = "words") => text ? make("p", { className: name, dir: "auto", textContent: text }) : null;
 const said = (v) => v === null ? "" : typeof v === "boolean" ? (v ? "yes" : "no") : String(v);
 const two = (v) => { // figures of the analyses to two digits
-  if (typeof v !== "number" || Number.isInteger(v)) return said(v);
+  if (typeof v !== "number" || v === 0) return said(v);
   return Math.abs(v) >= 1e7 || Math.abs(v) < 1e-4 ? v.toExponential(1)
-    : v.toLocaleString("en", { maximumFractionDigits: Math.max(0, 1 - Math.floor(Math.log10(Math.abs(v)))), useGrouping: true });
+    : v.toLocaleString("en", { maximumSignificantDigits: 2, useGrouping: true });
 };
-const MEASURED = new Set(["prediction", "left_out_prediction", "loss", "left_out_loss", "deviation", "leverage", "error", "variance", "self_influence",
-  "loss_per_token", "variance_error"]);
-const shownAs = (name, v) => MEASURED.has(name) ? two(v) : said(v);
+const MEASURED = new Set(["loss", "left_out_loss", "deviation", "leverage", "error", "variance", "self_influence", "loss_per_token", "variance_error"]);
+const PREDICTED = new Set(["prediction", "left_out_prediction"]);
+const predicted = (v) => Number.isInteger(v) ? said(v) // a class, or a number of which all digits before the point count
+  : Math.abs(v) >= 100 ? v.toLocaleString("en", { maximumFractionDigits: 0 }) : two(v);
+const shownAs = (name, v) => MEASURED.has(name) ? two(v) : PREDICTED.has(name) ? predicted(v) : said(v);
 const title = (name) => name.replace(/^left_out_/, "left-out ").replaceAll("_", " ");
 const meaning = (name) => data.words[title(name)] ?? "";
 // A word that says what it means to whoever points at it, or moves to it.
@@ -262,10 +264,10 @@ const decided = () => {
   const open = decisions.size - whole.length;
   $("decided").textContent = (decisions.size
     ? `${count("drop")} to drop, ${count("relabel")} to relabel, ${count("keep")} to keep` : "nothing decided yet") +
-    (open ? `; ${open} without a new target` : "");
+    (open ? `; ${open} without a new ${data.classes.length ? "label" : "target"}` : "");
   $("save").disabled = whole.length === 0;
 };
-const WRONG = data.classes.length ? "label probably wrong" : columns.has("target") ? "target probably wrong" : "probably wrong";
+const WRONG = data.classes.length ? "label probably wrong" : columns.has("target") ? "target far from the prediction" : "hard to predict";
 const MEANS = { label: WRONG, unfamiliar: "unlike the others" };
 const verdict = (k, kind, other, twin) => {
   if (kind === "label" && other !== undefined) return `labelled ${said(value("target", k))}, looks like ${said(other)}`;
@@ -275,12 +277,13 @@ const suspect = ({ row: k, kind, proposed, twin, wrong }) => {
   const other = data.classes.find(([c]) => c === proposed)?.[1];
   const answer = value("left_out_prediction", k) === null ? "prediction" : "left_out_prediction";
   const repeats = kind === "label" && other !== undefined && value(answer, k) === other; // the heading says it
-  const names = [...(data.classes.length ? [] : ["target"]), ...(repeats ? [] : [answer]), ...metadata];
+  const names = [...(repeats ? [] : ["target", answer]), ...metadata]; // the heading repeats both
   const item = make("li", {}, ...about(k, names, verdict(k, kind, other, twin)).filter((p) => p !== null));
   if (kind === "label" && wrong !== null) item.querySelector("dl").prepend(
     make("dt", {}, word("label is wrong")), make("dd", { textContent: `${Math.min(99, Math.round(100 * wrong))}%` }));
   const label = data.classes.length
-    ? make("select", { ariaLabel: "new label" }, ...data.classes.map(([c, name]) => new Option(said(name), said(c), false, c === proposed)))
+    ? make("select", { ariaLabel: "new label" }, ...(other === undefined ? [new Option("new label", "")] : []),
+      ...data.classes.map(([c, name]) => new Option(said(name), said(c), false, c === proposed)))
     : make("input", { ariaLabel: "new target", size: 8, inputMode: "decimal", placeholder: "new target", value: said(proposed) });
   const set = make("fieldset", {}, make("legend", { className: "hidden", textContent: "Decision on example " + value("index", k) }));
   const choose = (action) => {
@@ -328,7 +331,7 @@ const testCard = (place) => {
   $("later").disabled = place === data.tests.length - 1;
   const list = make("dl");
   for (const name of ["target", "prediction", "loss"])
-    if (t[name] !== undefined) list.append(make("dt", {}, word(name === "loss" ? data.loss : name)), make("dd", { textContent: two(t[name]) }));
+    if (t[name] !== undefined) list.append(make("dt", {}, word(name === "loss" ? data.loss : name)), make("dd", { textContent: name === "loss" ? two(t[name]) : said(t[name]) }));
   for (const [name, v] of t.inputs.slice(0, 12))
     list.append(make("dt", { textContent: name }), make("dd", { dir: "auto", textContent: said(v) }));
   $("tested").replaceChildren(make("div", { className: "card" },

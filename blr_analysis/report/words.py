@@ -20,7 +20,7 @@ WORDS = {
     "left-out prediction": "What the model would say of this example if it had been trained "
     "without it.",
     "leverage": "How far this example decides its own prediction: 0 not at all, 1 alone.",
-    "likely between": "Where the number probably lies.",
+    "likely range": "Where the number probably lies.",
     "loss": "How badly an example is predicted: 0 is perfect, and larger is worse.",
     "perplexity": "Among how many equally likely next tokens the model seems to choose.",
     "prediction": "What the trained model says of this example.",

@@ -544,6 +544,8 @@ class Suspicions(PerExample, Plottable):
         guess: the loss per token of a guess by the tokens' frequencies, ``[N]``. Texts of a causal
             language model are suspected by ``losses - guess``, whatever words they use. None for
             all else.
+        no_label_called: one line on why no label is called wrong although the model contradicts
+            some; "" where one is called wrong, or none is contradicted.
         table: one row per example, the most suspicious first.
     """
 
@@ -560,6 +562,7 @@ class Suspicions(PerExample, Plottable):
     predictions: Tensor | None = None
     likelihood: Likelihood | None = None
     guess: Tensor | None = None
+    no_label_called: str = ""
 
     def table_columns(self) -> dict[str, Any]:
         """Columns of the table in order; None becomes NaN."""

@@ -116,7 +116,8 @@ def suspicions_of(
     suspects = subject.suspects(left_out, share)
     twins = _twins_of(subject, samples, seed) if duplicates else NO_TWINS
     kind, order = judged(suspects, twins.beyond_chance, share)
-    notes = [subject.note, none_called(suspects, kind)]
+    no_label_called = none_called(suspects, kind)
+    notes = [subject.note, no_label_called]
     return Suspicions(
         losses=suspects.losses,
         guess=suspects.guess,
@@ -133,6 +134,7 @@ def suspicions_of(
         order=order,
         likelihood=subject.likelihood,
         metadata=subject.metadata,
+        no_label_called=no_label_called,
         note="; ".join(filter(None, notes)),
     )
 
