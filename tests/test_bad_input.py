@@ -192,7 +192,7 @@ def spoilt(value: float) -> dict[str, Any]:
     return {"data": (x, y)}
 
 
-SPOILT = "inputs hold NaN or inf in 1 examples, the first at index 5; drop"
+SPOILT = "inputs hold NaN or inf in the example at index 5; drop"
 FAULTY: list[tuple[dict[str, Any], type[BLRError], str]] = [
     (spoilt(NAN), DataError, SPOILT),
     (spoilt(INF), DataError, SPOILT),

@@ -73,7 +73,7 @@ EARLY, LATE = (
 )
 FLAT = Words(lambda f: f.flatten(1))
 BAD: list[tuple[Tensor, nn.Module | None, type[Exception], str]] = [
-    (changed(4, IGNORED), None, DataError, r"every label is ignored in 1 examples.* index 4"),
+    (changed(4, IGNORED), None, DataError, r"every label is ignored in the example at index 4"),
     (changed((2, 3), 7), None, DataError, "0 … 6, or be -100 .*found 7"),
     (changed((2, 3), -1), None, DataError, "0 … 6, or be -100 .*found -1"),
     (IDS.unsqueeze(-1), None, DataError, r"shape \[6, 4\]"),

@@ -143,9 +143,11 @@ class Source:
             task, test = load_tasks(self.task, self.test)
         else:
             task, test = self._tasks_of_texts(self.data, shared, say)
+        task = shared.of(task)
         if test is not None:
             test = shared.of(test)
-        return shared.of(task), test
+            say_if_unlike(task, test, say)
+        return task, test
 
     @property
     def columns(self) -> TextColumns:
@@ -287,6 +289,20 @@ class TextColumns:
 
 
 # The user's own script
+
+
+def say_if_unlike(task: Task, test: Task, say: Callable[[str], None]) -> None:
+    """Say at once where the test data differ from the training data, as by other units.
+
+    Raises:
+        InputError, DataError, ModelError: the model cannot take these test data.
+    """
+    from blr_analysis.sensitivity.door import check_test
+    from blr_analysis.sensitivity.other_units import unlike_training
+
+    line = unlike_training(task, check_test(test, task), task.parameters())
+    if line:
+        say(f"note: {line}")
 
 
 def load_tasks(address: str, test: str | None = None) -> tuple[Task, Task | None]:

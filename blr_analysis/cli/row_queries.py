@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
     from blr_analysis.posterior import Posterior
     from blr_analysis.task import Task
 
+TARGET = "target"
 NAME = re.compile(r"[^\W\d]\w*")  # letters, digits and underscores; no digit comes first
 
 
@@ -75,8 +76,9 @@ def number_or_name(text: str) -> int | float | str:
 def check_query(query: str, task: Task, *, name: str = "remove") -> None:
     """Raise :class:`InputError` where a query cannot be answered.
 
-    The scores are not computed yet. A query of metadata is answered; a query of scores is tried
-    on a table in which every score is 0, so that only its names and its grammar are checked.
+    The scores are not computed yet. A query of metadata and targets is answered; a query of scores
+    is tried on a table in which every score is 0, so that only its names and its grammar are
+    checked.
     """
     from blr_analysis.sensitivity.selection import (
         check_answer,
@@ -91,6 +93,11 @@ def check_query(query: str, task: Task, *, name: str = "remove") -> None:
         return  # the scores' table will give these columns other names, which are unknown so far
     score_columns = _score_columns(query)
     table = _table_before_scores(task, score_columns)
+    if score_columns == {TARGET}:
+        targets = _single_targets(task)
+        if targets is not None:
+            table[TARGET] = targets
+            score_columns = set()
     values = {column: table[column].tolist() for column in table}
     if not score_columns:
         rows_of_query(query, table, values, name)
@@ -116,3 +123,15 @@ def _table_before_scores(task: Task, score_columns: set[str]) -> Any:
 
     scores = dict.fromkeys([*RESERVED, *score_columns], 0.0)
     return pd.DataFrame({**task.metadata, **scores, "index": range(task.n_data)})
+
+
+def _single_targets(task: Task) -> list[Any] | None:
+    """The target of every example; None where examples have several."""
+    from blr_analysis.audit.findings import all_targets
+
+    if task.likelihood.is_sequence:
+        return None
+    targets = all_targets(task)
+    if targets.ndim == 2 and targets.shape[1] == 1:
+        targets = targets[:, 0]
+    return targets.tolist() if targets.ndim == 1 else None

@@ -91,6 +91,12 @@ class Prediction:
         option("NUMBER", "Passes over the data. If left out: 60 for cg, 8 for replay."),
     ] = None
 
+    def check(self) -> None:
+        """Refuse what no solver takes, before any work."""
+        from blr_analysis.sensitivity.solvers import check_settings
+
+        check_settings(self.solver, self.seeds, self.passes)
+
 
 def what_if_command(
     *,
@@ -121,6 +127,7 @@ def what_if_command(
     from blr_analysis.sensitivity.what_if import cost_of_what_if
 
     change.check()
+    prediction.check()
     say = Teller()
     with shared.folder(out) as folder:
         task, test = source.tasks(shared, say)

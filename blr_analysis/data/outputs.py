@@ -177,5 +177,8 @@ def _check_rows_are(
         return
     if indices is not None and len(indices) == len(good):
         bad_rows = indices.cpu()[bad_rows]
-    examples = f"in {len(bad_rows)} examples, the first at index {int(bad_rows[0])}"
+    first = int(bad_rows[0])
+    examples = f"in {len(bad_rows)} examples, the first at index {first}"
+    if len(bad_rows) == 1:
+        examples = f"in the example at index {first}"
     raise error(message.format(examples))

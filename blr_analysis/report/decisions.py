@@ -35,6 +35,8 @@ def read_decisions(path: str | Path) -> dict[str, Any]:
         ...     read_decisions(path)
         {'remove': [3], 'relabel': {5: 8}}
     """
+    if not Path(path).is_file():
+        raise InputError(f"there is no file {str(path)!r}: save decisions.csv on the page")
     with told_as(InputError, f"cannot read decisions from {str(path)!r}"):
         table = pd.read_csv(path, dtype=str, keep_default_na=False)
         rows = table[["index", "action", "label"]].to_numpy()

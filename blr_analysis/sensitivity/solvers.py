@@ -145,10 +145,7 @@ class Solvers:
     def __init__(
         self, runs: Sequence[tuple[Task, Posterior]], evaluation_task: Task, settings: Settings
     ) -> None:
-        one_of("solver", settings.solver, ("auto", *SOLVERS))
-        positive_int("seeds", settings.seeds)
-        if settings.passes is not None:
-            positive_int("passes", settings.passes)
+        check_settings(settings.solver, settings.seeds, settings.passes)
         self.runs = runs
         self.evaluation_task = evaluation_task
         self.settings = settings
@@ -456,6 +453,14 @@ SOLVERS: dict[str, Callable[[Solvers, Change], WhatIf]] = {
     "replay": replayed,
     "retrain": retrained,
 }
+
+
+def check_settings(solver: str, seeds: int, passes: int | None) -> None:
+    """Raise :class:`InputError` for an unknown solver, or numbers of trainings below 1."""
+    one_of("solver", solver, ("auto", *SOLVERS))
+    positive_int("seeds", seeds)
+    if passes is not None:
+        positive_int("passes", passes)
 
 
 def retrains(recipe: Recipe, groups: int, passes: int | None) -> bool:
