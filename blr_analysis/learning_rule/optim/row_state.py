@@ -26,6 +26,7 @@ from blr_analysis.learning_rule.expectations import (
 from blr_analysis.learning_rule.optim.blocks import plain_tensors
 from blr_analysis.learning_rule.optim.draws import Draw, Group
 from blr_analysis.learning_rule.optim.per_example import PerExampleSquares
+from blr_analysis.learning_rule.optim.plain import PlainOptimizer
 from blr_analysis.learning_rule.optim.settings import (
     DEFAULTS,
     INTERVALS,
@@ -39,7 +40,7 @@ from blr_analysis.learning_rule.table import Row, row, runs_elementwise
 HINT = "load a state_dict() of this class, made with the same parameters in the same order"
 
 
-class RowState(torch.optim.Optimizer):
+class RowState(PlainOptimizer):
     """The settings of a row's groups, and the state of its parameters."""
 
     _ranges: ClassVar[Mapping[str, str]] = {}  # intervals narrower than those of every optimizer

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
 from blr_analysis.errors import InputError, told_as
+from blr_analysis.learning_rule.optim.plain import PlainOptimizer
 
 ROUNDING = 1e-12
 """A schedule that ends at 0 may miss it by this much."""
@@ -66,4 +65,4 @@ def groups_of(params: Any) -> list[dict[str, Any]]:
     with told_as(InputError, "params cannot be trained", "pass model.parameters() or groups"):
         if isinstance(params, set):
             raise TypeError("a set has no order")
-        return torch.optim.Optimizer(params, {}).param_groups
+        return PlainOptimizer(params, {}).param_groups
