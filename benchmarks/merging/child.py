@@ -38,6 +38,20 @@ class Run:
     inner: float | None
 
 
+def output(command: Sequence[str | Path], path: Sequence[Path] = ()) -> str:
+    """What a command prints on its standard output.
+
+    Raises:
+        ChildError: it did not end with 0.
+    """
+    environment = {**os.environ, **OFFLINE, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    arguments = [str(part) for part in command]
+    ended = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise ChildError(f"{arguments[0]} ended with {ended.returncode}:\n{ended.stderr[-2000:]}")
+    return ended.stdout
+
+
 def run(command: Sequence[str | Path], path: Sequence[Path] = ()) -> Run:
     """Run a command to its end, with these folders on ``PYTHONPATH``.
 

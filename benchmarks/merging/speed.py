@@ -57,19 +57,17 @@ class Measured:
         return statistics.median(found) if found and None not in found else float("nan")
 
 
-def measure(made: Checkpoints, wanted: Sequence[Contender], rounds: int) -> list[Measured]:
+def measure(made: Checkpoints, found: Sequence[Measured], rounds: int) -> None:
     """Let all take turns; the first to write a result of a method is what others are compared to.
 
     Contenders that fail are left out of later rounds, with what they said.
     """
-    found = [Measured(c) for c in wanted]
     ours: dict[str, Path] = {}
     for turn in range(rounds):
         for one in found:
             if not one.error:
                 print(f"round {turn + 1}: {one.contender.label}", file=sys.stderr, flush=True)
                 _turn(made, one, ours)
-    return found
 
 
 def _turn(made: Checkpoints, one: Measured, ours: dict[str, Path]) -> None:
@@ -78,7 +76,8 @@ def _turn(made: Checkpoints, one: Measured, ours: dict[str, Path]) -> None:
     try:
         run = child.run(contender.command(out), contender.path)
         one.runs.append(run)
-        print(f"    {run.seconds:.2f} s, {run.peak / 1e9:.2f} GB", file=sys.stderr, flush=True)
+        words = f"    {run.seconds:.2f} s, of processors {run.cpu:.2f} s, {run.peak / 1e9:.2f} GB"
+        print(words, file=sys.stderr, flush=True)
         written = out / "model.safetensors"
         if contender.merges and one.apart is None:
             if contender.method not in ours:
@@ -127,6 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"{args.folder} has less than {needed / 1e9:.1f} GB free: name another")
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or they would stay
     root = Path(tempfile.mkdtemp(prefix="merging_speed_", dir=args.folder))
+    found: list[Measured] = []
     try:
         print(f"making checkpoints in {root}", file=sys.stderr, flush=True)
         has_precisions = not args.methods or MATCHING in args.methods
@@ -135,12 +135,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         wanted = [c for c in wanted if c.name == "raw" or args.only in c.label]
         if args.methods:
             wanted = [c for c in wanted if c.method in args.methods]
-        found = measure(made, wanted, args.rounds)
-    finally:
+        found = [Measured(contender) for contender in wanted]
+        measure(made, found, args.rounds)
+    finally:  # a run that is ended shows what it has measured
         shutil.rmtree(root, ignore_errors=True)
         signal.signal(signal.SIGTERM, before)
-    print(machine(), f"{shape.parameters / 1e6:.1f} million parameters.", "", sep="\n")
-    print(*table(found), sep="\n")
+        print(machine(), f"{shape.parameters / 1e6:.1f} million parameters.", "", sep="\n")
+        print(*table(found), sep="\n", flush=True)
     if failed := [m.contender.label for m in found if m.error]:
         raise SystemExit("failed: " + ", ".join(failed))
 

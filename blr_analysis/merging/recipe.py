@@ -394,18 +394,18 @@ class _Reader:
         """
         defaults = default if isinstance(default, list) else [default] * len(self.parts)
         values = []
-        for part, value in zip(self.parts, defaults, strict=True):
+        for part, default_there in zip(self.parts, defaults, strict=True):
             entry = None if model is None else part.entries.get(model)
             is_absent = model is not None and entry is None
             if is_absent:
-                values.append(0.0 if name == self._key_of_weights else value)
+                values.append(0.0 if name == self._key_of_weights else default_there)
                 continue
             rules = part.rules(name, entry)
             if complement:
                 rules = tuple(
                     replace(rule, values=tuple(1 - v for v in rule.values)) for rule in rules
                 )
-            values.append(self._function_of(rules, value))
+            values.append(self._function_of(rules, default_there))
         is_one_number = not callable(values[0]) and all(value == values[0] for value in values)
         if len(values) == 1 or is_one_number:
             return values[0]

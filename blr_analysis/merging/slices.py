@@ -131,9 +131,9 @@ def _read(written: WrittenWeight | None) -> list[Rule]:
     if isinstance(written, tuple):
         return [Rule(written)]
     rules: Sequence[WrittenRule] = written if isinstance(written, list) else [written]
-    return [Rule(rule.value, _part(rule.filter)) for rule in rules]
+    return [Rule(rule.value, _name_part(rule.filter)) for rule in rules]
 
 
-def _part(written_filter: str | None) -> str:
+def _name_part(written_filter: str | None) -> str:
     """What a tensor's name must contain; "", which is in every name, for ``*`` and no filter."""
     return "" if written_filter in (None, "*") else written_filter

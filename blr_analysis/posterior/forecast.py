@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,10 +23,14 @@ from blr_analysis.posterior.fit import random_sequences, sampled_examples, vocab
 from blr_analysis.posterior.precision_files import FACTORED
 from blr_analysis.posterior.reach import share_in_words
 from blr_analysis.posterior.stationarity import n_single_gradients
+from blr_analysis.posterior.structures.kronecker import is_too_large
 from blr_analysis.ranks import gathered_piece
 from blr_analysis.task import Task
 
 EXAMPLES_TIMED = 32
+SIZE_TIMED = 768  # of a matrix whose eigenvectors are timed
+COPIES = 3  # matrices that LAPACK takes beside the one whose eigenvectors it computes
+FLOAT64_BYTES = 8
 MANY_OUTPUTS = 100  # where an example has more outputs, a single backward pass is timed
 
 
@@ -65,31 +69,75 @@ class Forecast:
         itemsize = next(iter(params.values())).element_size()
         chunk = next(iter(chunks(task.quiet, params, columns=1)))
         n_trained = sum(p.numel() for p in params.values())
-        numbers_in_memory = 2 * n_trained  # a mean and a diagonal precision
+        layers: list[Joint] = []
         if structure in FACTORED:
-            layers = _layers_with_factors(task, params, chunk)
-            numbers_in_memory += sum(map(_numbers_of_factors, layers))
+            layers = _layers_with_factors(task, params, chunk, structure)
             numbers_on_disk = _numbers_of_factors if structure == "kron" else _numbers_of_gram
             disk += itemsize * sum(map(numbers_on_disk, layers))
-        memory = peak_memory(task.device) + itemsize * numbers_in_memory
+        memory = peak_memory(task.device) + _bytes_of_fit(structure, layers, n_trained, itemsize)
         seconds = swept * sweep_seconds(task, params)
+        if layers:
+            seconds += _seconds_of_eigenvectors(structure, layers, next(iter(params.values())))
         if trained:
             seconds += trained * step_seconds(task)
         coverage = share_in_words(n_trained, n_parameters(task.model))
         return cls((swept + trained) / task.n_data, memory, disk, seconds, coverage)
 
 
-def _layers_with_factors(task: Task, params: dict[str, Tensor], chunk: Chunk) -> list[Joint]:
-    """The model's weight matrices that get Kronecker factors, each once."""
-    vocabulary = vocabulary_of(task, params)
+def _layers_with_factors(
+    task: Task, params: dict[str, Tensor], chunk: Chunk, structure: str
+) -> list[Joint]:
+    """The model's weight matrices that get factors, each once."""
+    vocabulary = 0 if structure == "gram" else vocabulary_of(task, params)
     error = chunk.likelihood.error(chunk.outputs, chunk.targets)
     layers = {}
     for term in chunk.terms(error.unsqueeze(1), last=True):
-        factors = term.factors(vocabulary=vocabulary)
+        is_diagonal = structure == "kron" and is_too_large(term)
+        factors = None if is_diagonal else term.factors(vocabulary=vocabulary)
         if factors is not None:
             joint = factors[0]
             layers[joint.key] = joint
     return list(layers.values())
+
+
+def _bytes_of_fit(structure: str, layers: Sequence[Joint], n_trained: int, itemsize: int) -> int:
+    """Bytes of a fitted posterior, and of what is in memory beside it at the end of the fit.
+
+    "gram" sums the inputs of all layers in float64. Both structures turn a layer's sums into
+    eigenvectors with room for :data:`COPIES` matrices of its size.
+    """
+    if structure not in FACTORED:
+        return 2 * n_trained * itemsize  # a mean and a diagonal precision
+    largest = max((size for joint in layers for size in _sizes(structure, joint)), default=0)
+    if structure == "kron":
+        numbers = 2 * n_trained + sum(map(_numbers_of_factors, layers))
+        return itemsize * (numbers + COPIES * largest**2)
+    n_sums = sum(joint.layout.groups * _inputs_of(joint) ** 2 for joint in layers)
+    n_joint = sum(joint.layout.groups * joint.layout.rows * _inputs_of(joint) for joint in layers)
+    n_diagonal = max(0, n_trained - n_joint)
+    in_double = FLOAT64_BYTES * (n_sums + COPIES * largest**2)
+    return in_double + itemsize * (n_sums + n_trained + n_diagonal)
+
+
+def _sizes(structure: str, joint: Joint) -> list[int]:
+    """The numbers of rows of a weight matrix's factors."""
+    inputs = _inputs_of(joint)
+    return [inputs, joint.layout.rows] if structure == "kron" else [inputs]
+
+
+def _seconds_of_eigenvectors(structure: str, layers: Sequence[Joint], like: Tensor) -> float:
+    """Seconds for the eigenvectors of all factors, which grow with the cube of their size."""
+    dtype = like.dtype if structure == "kron" else torch.float64
+    sizes = [size for joint in layers for size in _sizes(structure, joint) * joint.layout.groups]
+    size = min(max(sizes), SIZE_TIMED)
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(size, size, generator=generator).to(like.device, dtype)
+    wait_for(like.device)
+    started = time.perf_counter()
+    torch.linalg.eigh(matrix @ matrix.mT)
+    wait_for(like.device)
+    elapsed = time.perf_counter() - started
+    return elapsed * sum((n / size) ** 3 for n in sizes)
 
 
 def _numbers_of_factors(joint: Joint) -> int:

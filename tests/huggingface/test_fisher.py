@@ -19,7 +19,7 @@ from torch import Tensor
 import blr_analysis as blr
 from blr_analysis.errors import BLRError, DataError, InputError, PosteriorError, StorageError
 from blr_analysis.files import Folder, fingerprint, storage
-from blr_analysis.huggingface.fisher import FisherResult, fisher
+from blr_analysis.huggingface.fisher import FisherResult, fisher, fisher_cost
 from blr_analysis.huggingface.models import load_tuned
 from blr_analysis.merging.precisions import open_precision
 from blr_analysis.posterior import read_precision_record
@@ -371,3 +371,16 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(
     with pytest.raises(error, match=words):
         ask(llama, bert, tmp_path / "p")
     assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "structure"),
+    [("bert", "gram"), ("llama", "gram"), ("llama", "kron"), ("llama, tied", "kron")],
+)
+def test_a_dry_run_knows_the_numbers_that_are_written(
+    models: Models, tmp_path: Path, name: str, structure: str
+) -> None:
+    place = models[name]
+    cost = fisher_cost(place, place / "data.jsonl", structure=structure)
+    tensors = stored(on(place, tmp_path / "out", structure=structure).folder)
+    assert cost.disk == sum(tensor.nbytes for tensor in tensors.values())

@@ -25,3 +25,15 @@ def test_the_time_is_that_of_few_examples_times_those_that_are_run(
     cost = Forecast.of(task, 2 * n, trained=3 * n)
     assert cost.passes == 5
     assert cost.seconds == pytest.approx(5 * n / min(n, forecast.EXAMPLES_TIMED))
+
+
+@pytest.mark.parametrize(("structure", "sizes"), [("gram", [3, 5]), ("kron", [3, 4, 5, 3])])
+def test_eigenvectors_take_the_cube_of_the_factors_sizes(
+    monkeypatch: pytest.MonkeyPatch, structure: str, sizes: list[int]
+) -> None:
+    """By a clock in which the decomposition of a matrix of the largest size takes a second."""
+    monkeypatch.setattr(forecast, "time", SimpleNamespace(perf_counter=count(0.0).__next__))
+    model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 3))
+    task = blr.Task(model, (torch.randn(8, 2), torch.randint(3, (8,))))
+    cost = Forecast.of(task, 0, structure=structure)
+    assert cost.seconds == pytest.approx(sum((size / 5) ** 3 for size in sizes))

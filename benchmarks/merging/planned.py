@@ -1,0 +1,189 @@
+"""What ``--dry-run`` plans for layers of a large Llama, beside what the runs take.
+
+    python -m benchmarks.merging.planned [--hidden 1024] [--intermediate 2752] [--layers 1 2]
+        [--structures gram kron] [--folder DIR]
+
+Makes a base and two fine-tunes with layers of these widths (a Llama of 7 billion parameters has
+4096 and 11008, and 32 of them), measures a precision of each fine-tune (``fisher``) and merges
+them. Each command is a fresh process, planned and then run.
+
+* memory: of a run, the kernel's peak, less that of a process that only imports the package. Of a
+  merge, ``--dry-run`` plans the buffers; files that are mapped come on top where they are resident.
+* disk: what the run writes.
+* seconds: of the whole process; merges are not timed by ``--dry-run``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.__main__ import machine
+from benchmarks.merging import child
+
+ROOT = Path(__file__).parents[2]
+WORDS = 500
+TEXTS = 4
+TOKENS = 32
+HEADS = 8
+COMMAND = "from blr_analysis.cli import main; raise SystemExit(main())"
+IMPORTS = "import torch, transformers, blr_analysis.huggingface, blr_analysis.merging"
+
+
+@dataclass(frozen=True)
+class Widths:
+    """A Llama with few words.
+
+    Attributes:
+        hidden: numbers between layers.
+        intermediate: numbers inside an MLP.
+        layers: the number of layers.
+    """
+
+    hidden: int
+    intermediate: int
+    layers: int
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes."""
+        h = self.hidden
+        f = self.intermediate
+        yield "model.embed_tokens.weight", (WORDS, h)
+        for layer in range(self.layers):
+            at = f"model.layers.{layer}"
+            yield from ((f"{at}.self_attn.{part}_proj.weight", (h, h)) for part in "qkvo")
+            yield from ((f"{at}.mlp.{part}_proj.weight", (f, h)) for part in ("gate", "up"))
+            yield f"{at}.mlp.down_proj.weight", (h, f)
+            yield from (
+                (f"{at}.{part}_layernorm.weight", (h,)) for part in ("input", "post_attention")
+            )
+        yield "model.norm.weight", (h,)
+        yield "lm_head.weight", (WORDS, h)
+
+    def config(self) -> dict[str, Any]:
+        """The ``config.json`` of transformers."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "dtype": "bfloat16",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": HEADS,
+            "vocab_size": WORDS,
+            "max_position_embeddings": TOKENS,
+            "tie_word_embeddings": False,
+        }
+
+
+def tokenizer() -> Any:
+    """A tokenizer of words w0, w1, …, split at spaces."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0")
+
+
+def make(root: Path, widths: Widths) -> None:
+    """Write a base, two fine-tunes and texts."""
+    words = tokenizer()
+    for seed, name in enumerate(("base", "tuned1", "tuned2")):
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {
+            key: torch.randn(shape, generator=generator).mul_(0.02).bfloat16()
+            for key, shape in widths.tensors()
+        }
+        folder = root / name
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(widths.config()))
+        words.save_pretrained(folder)
+    numbers = torch.randint(WORDS, (TEXTS, TOKENS), generator=torch.Generator().manual_seed(0))
+    rows = [json.dumps({"text": " ".join(f"w{i}" for i in row)}) for row in numbers.tolist()]
+    (root / "texts.jsonl").write_text("\n".join(rows))
+
+
+def run(*arguments: object) -> child.Run:
+    """A command of the package, in a process of its own."""
+    command = [sys.executable, "-W", "ignore", "-c", COMMAND, *map(str, arguments)]
+    return child.run(command, [ROOT])
+
+
+def planned(*arguments: object) -> dict[str, Any]:
+    """What a command's ``--dry-run`` says."""
+    command = [sys.executable, "-W", "ignore", "-c", COMMAND, *map(str, arguments)]
+    text = child.output([*command, "--dry-run", "--json"], [ROOT])
+    return json.loads(text)["dry_run"]
+
+
+def bytes_in(folder: Path) -> int:
+    """What lies in a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def compared(root: Path, structure: str, start: int) -> Iterator[tuple[str, str, float, float]]:
+    """Every planned number beside the measured one: command, what, planned, measured.
+
+    Args:
+        start: the peak of a process that imports the package, in bytes.
+    """
+    arguments = (root / "texts.jsonl", "--structure", structure)
+    plan = planned("fisher", root / "tuned1", *arguments)
+    measured = run("fisher", root / "tuned1", *arguments)
+    run("fisher", root / "tuned2", *arguments)
+    yield "fisher", "memory, GB", (plan["memory"] - start) / 1e9, (measured.peak - start) / 1e9
+    yield "fisher", "disk, GB", plan["disk"] / 1e9, bytes_in(root / "tuned1" / "precision") / 1e9
+    yield "fisher", "seconds", plan["seconds"], measured.seconds
+    recipe = {
+        "merge_method": "fisher",
+        "base_model": "base",
+        "models": [{"model": "tuned1"}, {"model": "tuned2"}],
+    }
+    (root / "recipe.yml").write_text(json.dumps(recipe))  # JSON is YAML
+    plan = planned("merge", root / "recipe.yml")
+    measured = run("merge", root / "recipe.yml", root / "out")
+    yield "merge", "memory, GB", plan["memory"] / 1e9, (measured.peak - start) / 1e9
+    written = (root / "out" / "model.safetensors").stat().st_size
+    yield "merge", "disk, GB", plan["bytes_written"] / 1e9, written / 1e9
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--intermediate", type=int, default=2752)
+    parser.add_argument("--layers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--structures", nargs="+", default=["gram", "kron"])
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    args = parser.parse_args(arguments)
+    start = child.run([sys.executable, "-W", "ignore", "-c", IMPORTS], [ROOT]).peak
+    print(machine(), "", "| structure | layers | command | what | planned | measured | ratio |")
+    print("|---|---|---|---|---|---|---|")
+    for structure in args.structures:
+        for layers in args.layers:
+            root = Path(tempfile.mkdtemp(prefix="planned_", dir=args.folder))
+            try:
+                make(root, Widths(args.hidden, args.intermediate, layers))
+                for command, what, plan, measured in compared(root, structure, start):
+                    numbers = f"{plan:.3g} | {measured:.3g} | {plan / measured:.2f}"
+                    print(
+                        f"| {structure} | {layers} | {command} | {what} | {numbers} |", flush=True
+                    )
+            finally:
+                shutil.rmtree(root, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
