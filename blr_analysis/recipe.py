@@ -93,7 +93,9 @@ class Recipe:
         schedule_epochs: the epochs that the schedule was made for, if the training ended earlier:
             100 for a cosine of 100 epochs that was stopped at the 40th.
         train: your own training, ``train(data, seed)`` -> model or state dict, in place of all the
-            arguments above.
+            arguments above. ``data`` is a data set of examples as the task's data give them, with
+            the changes of the question: it has a length and an index, and no other attributes.
+            What the training changes at random, and its validation data, belong into the function.
         missing: what else the training did, in words. Answers that use the recipe are then rough.
         options: further settings of the optimizer (``weight_decay``, ``momentum``, ``betas``, …);
             this package's optimizers get the number of examples as ``ess``.

@@ -72,6 +72,7 @@ X, TASK = data(60, 0)[0], make_task()
 make_test = lambda: Task(model(), data(30, 2))
 regression = lambda: Task(model(1), (X, X.sum((1, 2, 3))), likelihood="gaussian")
 empty = lambda: Task(model(), (X[:0], X[:0]))
+own = lambda: Task(model(), data(60, 0), recipe=Recipe(train=lambda data, seed: model()))
 number, leaves = lambda: 3, lambda: sys.exit(3)
 fails = lambda: {}["gone"]
 if __name__ == "__main__":
@@ -257,6 +258,14 @@ def test_what_a_script_prints_is_not_in_the_json(here: Path, capsys: Any) -> Non
     argv = ("what-if", "loud.py:make_task", *Q, "--remove", "target == 1", "--dry-run")
     assert "dry_run" in facts_of(capsys, *argv)
     assert "epoch 1" in run(capsys, *argv)[1]
+
+
+def test_a_dry_run_counts_the_trainings_by_ones_own_function(here: Path, capsys: Any) -> None:
+    """Three for each of three classes, and one that calibrates; their passes are not known."""
+    argv = ("audit", "script.py:own", "--calibrate", "--dry-run")
+    assert "up to 10 trainings by your train=" in run(capsys, *argv)[1]
+    assert facts_of(capsys, *argv)["dry_run"]["passes"] < 20
+    assert "your train=" not in run(capsys, "audit", TASK, *argv[2:])[1]
 
 
 def test_decisions_make_a_cleaned_data_set(here: Path, capsys: Any) -> None:

@@ -168,7 +168,9 @@ def audit(
         check_column(column, task)
         if shared.dry_run:
             cost = audit_forecast(task, test, source, column, passes)
-            return show_forecast(cost, besides="tables, pictures and report.html on disk")
+            trainings = own_trainings(task, source, column)
+            on_disk = "tables, pictures and report.html on disk"
+            return show_forecast(cost, besides="; ".join(filter(None, [trainings, on_disk])))
         posterior = source.posterior_of(task, say)
         findings = investigate(task, posterior, test=test, by=column, passes=passes, say=say)
         if not ranks.first():
@@ -203,11 +205,14 @@ def write_audit(
 def audit_forecast(
     task: Task, test: Task | None, source: Source, by: str | None, passes: int | None
 ) -> Forecast:
-    """What the analyses of an audit cost; groups are counted as short trainings without them."""
+    """What the analyses of an audit cost.
+
+    Groups are counted as trainings without them, and ``--calibrate`` as one more training. Those by
+    a ``train=`` are not counted.
+    """
     from blr_analysis.audit.findings import groups_of
     from blr_analysis.posterior import Forecast
     from blr_analysis.sensitivity.solvers import training_epochs
-    from blr_analysis.sensitivity.what_if import what_if
 
     sweeps = 4  # for the scores, for leaving one out, for the suspects, for the stationarity
     examples_run = source.examples(task) + sweeps * task.n_data
@@ -216,12 +221,35 @@ def audit_forecast(
     examples_trained = 0
     n_groups = len(groups_of(task, by))
     if n_groups:
-        seeds = signature(what_if).parameters["seeds"].default
         epochs = training_epochs(task.recipe, n_groups, passes)
-        examples_trained = task.n_data * seeds * epochs
+        examples_trained = round(task.n_data * seeds_of_a_group() * epochs)
+    recipe = task.recipe
+    if source.calibrate and recipe is not None and recipe.train is None:
+        examples_trained += round(task.n_data * recipe.epochs)
     bytes_of_weights = sum(p.nbytes for p in task.parameters().values())
     disk = 2 * bytes_of_weights  # the posterior's mean, and about as much for its precision
     return Forecast.of(task, examples_run, trained=examples_trained, disk=disk)
+
+
+def seeds_of_a_group() -> int:
+    """The number of trainings by which an audit takes out one group."""
+    from blr_analysis.sensitivity.what_if import what_if
+
+    return signature(what_if).parameters["seeds"].default
+
+
+def own_trainings(task: Task, source: Source, by: str | None) -> str:
+    """How many trainings by the recipe's ``train=`` an audit makes, in words; "" of none."""
+    from blr_analysis.audit.findings import groups_of
+
+    if task.recipe is None or task.recipe.train is None:
+        return ""
+    count = len(groups_of(task, by)) * seeds_of_a_group()
+    if source.calibrate:
+        count += 1
+    if count == 0:
+        return ""
+    return f"up to {count} trainings by your train="
 
 
 def algorithms(

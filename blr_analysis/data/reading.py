@@ -59,7 +59,7 @@ def _check_same_when_reread(examples: Examples) -> None:
     fault = f"example {changing[0]} differs" if changing else "the same examples differ"
     raise DataError(
         f"{fault} when read again (augmentation? random masks?): give the Task data without "
-        "randomness, and put the random part into Recipe(augment=)"
+        "randomness, and put the random part into Recipe(augment=) or your own Recipe(train=)"
     )
 
 

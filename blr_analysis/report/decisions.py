@@ -42,8 +42,11 @@ def read_decisions(path: str | Path) -> dict[str, Any]:
         rows = table[["index", "action", "label"]].to_numpy()
     remove: list[int] = []
     relabel: dict[int, int | float] = {}
-    for row, (index, action, label) in enumerate(rows):
-        fault = f"row {row} of {str(path)!r} is no decision: {index!r}, {action!r}, {label!r}"
+    for line, (index, action, label) in enumerate(rows, 2):  # the first line has the names
+        fault = (
+            f"line {line} of {str(path)!r} is no decision: {index!r}, {action!r}, {label!r}; "
+            "write an index, keep, drop or relabel, and for relabel the number of a class"
+        )
         if action not in ACTIONS:
             raise InputError(fault)
         try:

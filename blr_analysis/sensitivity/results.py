@@ -331,13 +331,11 @@ class LeaveOneOut(PerExample, Plottable):
         return f"LeaveOneOut({', '.join(facts)}{self._note_in_repr})"
 
     def _corrections_in_words(self) -> list[str]:
-        """How many examples have which correction, and how many a leverage of 1 or more."""
+        """How many examples have a correction, and how many a leverage of 1 or more."""
         assert self.leverage is not None
-        counts = {name: self.correction.count(name) for name in CORRECTION_NAMES}
-        words = [f"cavity for {counts['cavity']} of {len(self)}"]
-        words += [f"{name} for {counts[name]}" for name in ("bounded", "descent") if counts[name]]
-        words.append(f"leverage of 1 or more for {int((self.leverage >= 1).sum())}")
-        return words
+        counts = {f"{name} for": self.correction.count(name) for name in CORRECTION_NAMES[1:]}
+        counts["leverage of 1 or more for"] = int((self.leverage >= 1).sum())
+        return [f"{words} {count}" for words, count in counts.items() if count > 0]
 
 
 def per_token(losses: Tensor, tokens: Tensor | None) -> float:

@@ -45,7 +45,7 @@ from blr_analysis.sensitivity.objective import (
 )
 from blr_analysis.sensitivity.other_units import unlike_training
 from blr_analysis.sensitivity.results import WhatIf
-from blr_analysis.sensitivity.solver_endings import ReplayEndings, retraining_note
+from blr_analysis.sensitivity.solver_endings import ReplayEndings, WholeTrainings, retraining_note
 from blr_analysis.sensitivity.training import Part, recipe_of, trained, whole_data
 from blr_analysis.snapshots import State
 from blr_analysis.task import Task
@@ -213,7 +213,12 @@ class Solvers:
     @cached_property
     def endings(self) -> ReplayEndings:
         """The losses at the end of short trainings on the unchanged data."""
-        return ReplayEndings(self.task, self.posterior, self.recipe, self.settings.seeds)
+        return ReplayEndings(self.whole_trainings, self.settings.seeds)
+
+    @cached_property
+    def whole_trainings(self) -> WholeTrainings:
+        """Whole trainings on the unchanged data, made only where an answer needs them."""
+        return WholeTrainings(self.task, self.posterior, self.recipe)
 
     def seeds(self, label: str) -> Iterator[int]:
         """The seed of each training, with a progress bar over them."""
@@ -360,7 +365,7 @@ def replayed(solvers: Solvers, change: Change) -> WhatIf:
         after,
         states[0],
         with_change[0].nll,
-        interval=interval_around(after.nll, differences),
+        interval=interval_around(after.nll, differences, least=least_loss(after)),
         passes=float(2 * recipe.epochs * solvers.settings.seeds),
         note=recipe.note or solvers.endings.note(recipe),
     )
@@ -409,6 +414,7 @@ def retrained(solvers: Solvers, change: Change) -> WhatIf:
 
     states = [training(seed) for seed in solvers.seeds("what if: trainings")]
     evaluations = [solvers.measured(state) for state in states]
+    losses = [evaluation.nll for evaluation in evaluations]
     first = evaluations[0]
     after = replace(first, losses=torch.stack([e.losses for e in evaluations]).mean(0))
     if first.correct is not None:
@@ -419,9 +425,9 @@ def retrained(solvers: Solvers, change: Change) -> WhatIf:
         after,
         states[0],
         first.nll,
-        interval=interval_around(after.nll, [e.nll for e in evaluations]),
+        interval=interval_around(after.nll, losses, least=least_loss(after)),
         passes=float(solvers.recipe.epochs * solvers.settings.seeds),
-        note=solvers.recipe.note or _retraining_note(solvers, change, objective, states, training),
+        note=solvers.recipe.note or _retraining_note(solvers, change, objective, states),
     )
 
 
@@ -430,21 +436,14 @@ def _retraining_note(
     change: Change,
     objective: Objective,
     states: Sequence[State],
-    training: Callable[[int], State],
 ) -> str:
     """One line if retrainings end at other losses than the model, by the examples that stay."""
     task, stays = objective.parts[0]
     some_examples_stay = task is solvers.task
     if not some_examples_stay:
         return ""
-    return retraining_note(
-        task,
-        solvers.posterior,
-        stays,
-        states,
-        changed=change.count / task.n_data,
-        training=training,
-    )
+    changed = change.count / task.n_data
+    return retraining_note(solvers.whole_trainings, stays, states, changed=changed)
 
 
 SOLVERS: dict[str, Callable[[Solvers, Change], WhatIf]] = {
@@ -481,14 +480,17 @@ def retrains(recipe: Recipe, groups: int, passes: int | None) -> bool:
 def training_epochs(recipe: Recipe | None, groups: int, passes: int | None) -> float:
     """Epochs over all data that "auto" takes off a minimum for one seed, as an estimate beforehand.
 
-    Each of the groups leaves the data in turn. Without a recipe the default one is assumed.
+    Each of the groups leaves the data in turn. Without a recipe the default one is assumed. The
+    epochs of a ``train=`` are not known: 0.
     """
+    if recipe is not None and recipe.train is not None:
+        return 0
     # Every example is missing in one of the trainings, which together see the data groups − 1
     # times in an epoch; a training on the unchanged data sees them once more.
     changed_data = groups - 1
     all_data = changed_data + 1
     epochs = EPOCHS if passes is None else passes
-    if recipe is None or recipe.train is not None:
+    if recipe is None:
         return epochs * all_data
     if retrains(recipe, groups, passes):
         return recipe.epochs * changed_data
@@ -510,10 +512,19 @@ def correct_of(evaluation: Evaluation) -> Tensor:
     return evaluation.correct.double()
 
 
-def interval_around(middle: float, values: Sequence[float]) -> tuple[float, float] | None:
+def least_loss(evaluation: Evaluation) -> float:
+    """The least loss that a model can have: 0 of a classifier, whose loss is −log of a chance."""
+    is_classifier = evaluation.correct is not None
+    return 0.0 if is_classifier else -math.inf
+
+
+def interval_around(
+    middle: float, values: Sequence[float], *, least: float = -math.inf
+) -> tuple[float, float] | None:
     """middle ± WIDENED · t · spread, with the spread of the values over seeds; None of one seed.
 
     t is the 90 % quantile of Student's distribution: the truth is inside in four of five cases.
+    The interval ends at the ``least`` loss, unless its middle is below that.
     """
     if len(values) < 2:
         return None
@@ -522,7 +533,8 @@ def interval_around(middle: float, values: Sequence[float]) -> tuple[float, floa
     spread = float(torch.tensor(values, dtype=torch.float64).std())
     quantile = float(stdtrit(len(values) - 1, 0.9))
     half_width = WIDENED * quantile * spread
-    return middle - half_width, middle + half_width
+    lower_end = max(middle - half_width, min(least, middle))
+    return lower_end, middle + half_width
 
 
 def shares_of(task: Task, posterior: Posterior, change: Change) -> list[tuple[int, Share]]:

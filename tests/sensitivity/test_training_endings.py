@@ -229,12 +229,12 @@ def test_a_rerun_that_stops_early_keeps_the_states_before() -> None:
     assert len(q.run) > 1
 
 
-def trained_by(recipe: blr.Recipe, seed: int = 5) -> blr.Task:
+def trained_by(recipe: blr.Recipe, seed: int = 5, data: Any = None) -> blr.Task:
     """A task whose model was trained by a recipe, from other first weights."""
-    task = task_of(recipe)
+    task = task_of(recipe, data)
     model = copy.deepcopy(task.model)
     model.load_state_dict(trained(task, whole_data(task), recipe, seed))
-    return blr.Task(model.eval(), plain(), recipe=recipe, progress=False)
+    return blr.Task(model.eval(), data or plain(), recipe=recipe, progress=False)
 
 
 def answers(task: blr.Task) -> dict[str, str]:
@@ -261,6 +261,22 @@ def test_a_recipe_that_is_not_the_trainings_is_said_on_every_path() -> None:
     wrong = recipe_of(initial=None, epochs=30, lr=LR / 100)
     mistaken = blr.Task(task.model, plain(), recipe=wrong, progress=False)
     assert all(WORDS in note for note in answers(mistaken).values())
+
+
+def test_a_change_that_lets_other_examples_fit_better_is_no_other_training() -> None:
+    """Without six wrong labels, the right ones end at a lower loss by the same recipe."""
+    wrong = list(range(6))
+    labels = CLASSES.clone()
+    labels[wrong] = (labels[wrong] + 1) % 3
+    data = TensorDataset(inputs(), labels)
+    right = recipe_of(initial=None, epochs=40)
+    task = trained_by(right, data=data)
+    q = blr.fit_laplace(task, structure="diag")
+    question: dict[str, Any] = {"remove": wrong, "solver": "retrain", "seeds": 2}
+    assert WORDS not in blr.what_if(task, q, **question).note
+    mistaken = recipe_of(initial=None, epochs=40, lr=LR / 100)
+    task = blr.Task(task.model, data, recipe=mistaken, progress=False)
+    assert WORDS in blr.what_if(task, q, **question).note
 
 
 @pytest.mark.parametrize(
