@@ -1,7 +1,7 @@
 """Planted facts: does a question find the text that states its answer?
 
     python -m benchmarks.planted [--facts 30] [--passages 200] [--rank 4096 ...] [--learned .5 1] \
-        [--checkpoints]
+        [--checkpoints] [--order SEED]
 
 A small Llama reads State-of-the-Union passages, and how people ask about mayors. It is then
 fine-tuned on other passages and on sentences that state planted facts, once each: memorised, or
@@ -10,6 +10,7 @@ turned round (the answer is what the fact begins with). Printed are recall@1 / M
 states it, by the index, by `blr-analysis query` (which refines the index's best), by the exact
 influence of the same posterior, and by plain gradients: dot product and cosine. With
 ``--checkpoints`` the task has those of the fine-tuning, whose errors the influence takes.
+``--order`` draws the order of the fine-tuning's batches from this seed: figures differ by much.
 """
 
 from __future__ import annotations
@@ -250,6 +251,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, nargs="+", default=[4096])
     parser.add_argument("--learned", type=float, nargs="+", default=[0.5, 1.0])
     parser.add_argument("--checkpoints", action="store_true")
+    parser.add_argument("--order", type=int)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     texts = corpus(asked.facts, asked.passages)
@@ -261,6 +263,8 @@ def main() -> None:
     for share in asked.learned:
         model = copy.deepcopy(base)
         epochs = round(2 * EPOCHS * share)
+        if asked.order is not None:
+            torch.manual_seed(asked.order)
         checkpoints = None
         if asked.checkpoints:
             steps = epochs * math.ceil(len(texts.texts) / BATCH)
