@@ -24,6 +24,7 @@ from blr_analysis.snapshots import checked_state, equal, read, state_of
 RUN = "_run"  # the callbacks' folder in the output; hubs skip names that begin with "_"
 RECIPE = "recipe.json"
 READING = "reading.json"  # in RUN: how the trainer read its texts
+POSTERIOR = "posterior.safetensors"  # in RUN: the posterior that the training recorded
 FIRST_WEIGHTS = "step-00000000.safetensors"
 
 

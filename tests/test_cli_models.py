@@ -26,6 +26,7 @@ import blr_analysis as blr
 from blr_analysis.backprop import engine
 from blr_analysis.cli import main
 from blr_analysis.cli.index import planned_rank
+from blr_analysis.cli.refinement import note_of_sizes
 from blr_analysis.errors import DataError, InputError, ModelError
 from blr_analysis.files import Folder, storage
 from blr_analysis.files.headers import read_record, record_text
@@ -214,9 +215,14 @@ TIED = [pytest.param(name, marks=pytest.mark.slow) for name in ("embed_tokens", 
 @pytest.mark.parametrize("target", ["q_proj", *TIED])
 def test_an_adapter_is_indexed_on_its_base(here: Path, capsys: Any, target: str) -> None:
     """That of a tied table has gradients of its own; what fisher would add it to is two layers."""
-    argv = (tuned(target), "data.jsonl", "--out")
+    adapter = tuned(target)
+    recorded = adapter / "_run" / "posterior.safetensors"
+    recorded.parent.mkdir()
+    recorded.touch()
+    argv = (adapter, "data.jsonl", "--out")
     code, _, err = run(capsys, "index", *argv, "of_adapter")
     assert code == 0 and "prior precision" in err, err  # was found
+    assert f"-p {recorded} spares the fit" in " ".join(err.split())
     names = set(blr.Index.open("of_adapter").posterior.mean)
     assert names
     assert all(f"{target}.lora_" in name for name in names)
@@ -263,7 +269,7 @@ def test_an_index_and_its_questions(here: Path, capsys: Any) -> None:
     assert table["influence"].tolist() == pytest.approx(values, rel=1e-3)
     first = int(exact.helpful[0, 0])
     text = task.metadata["text"][first]
-    assert text[:48] in out
+    assert text[:40] in out
     assert "0  the film was good" in out
     shares = pd.read_parquet("found/tokens.parquet")
     sums = shares.groupby(["question", "example"])["influence"].sum()
@@ -271,6 +277,34 @@ def test_an_index_and_its_questions(here: Path, capsys: Any) -> None:
         assert float(sums[row.question, row.example]) == pytest.approx(row.influence, rel=1e-3)
     words = shares.query("question == 0 and example == @first")["token"].tolist()
     assert words == text.split()[1:]
+
+
+def test_a_query_doubts_sizes_that_nothing_measured() -> None:
+    """At its minimum a model's sizes hold; a recorded posterior does not know its minimum."""
+    x = torch.linspace(-1, 1, 12).unsqueeze(1)
+    y = 2 * x + torch.tensor([0.1, -0.1]).repeat(6).unsqueeze(1)
+    model = torch.nn.Linear(1, 1)
+    checkpoints = blr.Checkpoints(model, steps=4, structure="kron")
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=1)
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        error = torch.nn.functional.mse_loss(model(x), y)
+        error.backward()
+        return error
+
+    for _ in range(4):
+        optimizer.step(loss)
+        checkpoints.step()
+    recorded = checkpoints.posterior(n_data=12, prior_precision=1.0)
+    assert "only rankings hold" in note_of_sizes(recorded, "influence")
+    assert note_of_sizes(recorded, "normalized_influence") == ""
+    solution = torch.linalg.lstsq(torch.cat([x, torch.ones_like(x)], 1), y).solution
+    model.weight.data[:] = solution[0]
+    model.bias.data[:] = solution[1]
+    task = blr.Task(model, (x, y), likelihood="gaussian")
+    fitted = blr.fit_laplace(task, structure="full", prior_precision=1e-9)
+    assert note_of_sizes(fitted, "influence") == ""
 
 
 def test_a_query_orders_the_best_of_a_rough_index_by_their_exact_influence(

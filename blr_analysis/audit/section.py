@@ -39,6 +39,16 @@ class Section:
         ]
 
 
+def excerpt(text: Any, length: int) -> str:
+    """The beginning of a text, with a sign of what was cut.
+
+    >>> excerpt("Paris is large", 14), excerpt("Paris is larger", 14)
+    ('Paris is large', 'Paris is larg…')
+    """
+    words = str(text)
+    return words if len(words) <= length else f"{words[: length - 1]}…"
+
+
 def short(values: Any) -> list[str]:
     """Numbers to two digits."""
     return [two_digits(value) for value in values]

@@ -14,7 +14,7 @@ import pandas as pd
 from blr_analysis.audit.findings import Findings
 from blr_analysis.audit.groups import how, without_each
 from blr_analysis.audit.new_data import generalisation, measured
-from blr_analysis.audit.section import Section, percent, two_digits
+from blr_analysis.audit.section import Section, excerpt, percent, two_digits
 from blr_analysis.audit.suspects import EXCERPT, SHOWN, influential, suspects
 from blr_analysis.audit.trust import trust
 from blr_analysis.memory_map import MemoryMap
@@ -136,9 +136,10 @@ def sources(table: pd.DataFrame, quantity: str, questions: Sequence[str] | None 
         is_first_row = ~table["question"].duplicated()
         rows = zip(table["question"], is_first_row, strict=True)
         columns["question"] = [
-            f"{index}  {questions[index][:EXCERPT]}" if is_first else "" for index, is_first in rows
+            f"{index}  {excerpt(questions[index], EXCERPT)}" if is_first else ""
+            for index, is_first in rows
         ]
-        columns["text"] = [str(text)[:EXCERPT] for text in table["text"]]
+        columns["text"] = [excerpt(text, EXCERPT) for text in table["text"]]
     columns[quantity.replace("_", " ")] = [f"{value:.3g}" for value in table[quantity]]
     lead = "How far a question's loss would rise without them"
     if quantity != "influence":

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from blr_analysis.audit.findings import Findings
-from blr_analysis.audit.section import Section, percent, short
+from blr_analysis.audit.section import Section, excerpt, percent, short
 from blr_analysis.audit.trust import has_left_out_sizes, ranks_only
 from blr_analysis.plots._canvas import name_of
 
@@ -159,5 +159,5 @@ def answers(table: pd.DataFrame, answer: str) -> dict[str, Any]:
         if name in table and table[name].notna().to_numpy().any()
     ]
     if not names and "text" in table:
-        return {"text": [str(text)[:EXCERPT] for text in table["text"]]}
+        return {"text": [excerpt(text, EXCERPT) for text in table["text"]]}
     return {titles[name]: table[name].map(name_of).tolist() for name in names}

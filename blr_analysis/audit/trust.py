@@ -107,7 +107,7 @@ def sentence_of(minimum: Stationarity, loss: float) -> str:
     if minimum.decrement >= loss:
         return "The loss still falls too steeply to say how far one more step would lower it"
     gain = two_digits(minimum.decrement)
-    return f"One more step would lower the loss, summed over all examples, by about {gain}"
+    return f"By this posterior, one more step would lower the summed loss by about {gain}"
 
 
 def groups_are_sizes(findings: Findings | None) -> bool:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from blr_analysis.cli.options import dry_run
 from blr_analysis.cli.origin import IndexedModel
 from blr_analysis.cli.query_options import Behaviour, Request
-from blr_analysis.cli.refinement import say_if_rough
+from blr_analysis.cli.refinement import note_of_sizes, say_if_rough
 from blr_analysis.errors import InputError
-from blr_analysis.terminal import grid, json_value, pairs, section, show
+from blr_analysis.terminal import grid, json_value, note, pairs, section, show
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute
     import pandas as pd
@@ -63,7 +63,10 @@ def show_behaviour(
     table = table_of_behaviour(index, scores, request.ranking.top, quantity)
     if request.out is not None:
         write_table(table, folder, "sources")
-    show(section("Sources of the behaviour", LEAD, grid(columns_to_print(table, quantity))))
+    trust = note_of_sizes(index.posterior, quantity)
+    remarks = [note(trust)] if trust else []
+    rows = grid(columns_to_print(table, quantity))
+    show(section("Sources of the behaviour", LEAD, rows, *remarks))
     if write is not None:
         write_data_without(model, table["example"].tolist(), write)
     return {
@@ -71,6 +74,7 @@ def show_behaviour(
         "quantity": quantity,
         "refined": 0,
         "sources": table.to_dict("records"),
+        "note": trust,
     }
 
 
@@ -178,9 +182,11 @@ def metadata_of(index: Index, examples: Tensor) -> dict[str, list[Any]]:
 
 def columns_to_print(table: pd.DataFrame, quantity: str) -> dict[str, list[str]]:
     """The columns of the printed table, by their titles."""
+    from blr_analysis.audit.section import excerpt
+
     return {
         "index": table["example"].astype(str).tolist(),
-        "text": [str(text)[:EXCERPT] for text in table["text"]],
+        "text": [excerpt(text, EXCERPT) for text in table["text"]],
         quantity.replace("_", " "): [f"{value:.3g}" for value in table[quantity]],
     }
 

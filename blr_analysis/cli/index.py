@@ -214,7 +214,7 @@ def fit_in_words(source: Source, task: Task) -> str:
         return ""
     words = f"{n_examples / task.n_data:.2f} of these passes"
     if task.likelihood.is_sequence:
-        words += f"; it visits {LARGEST_SAMPLE} texts, or all if there are fewer"
+        words += f"; it reads {min(LARGEST_SAMPLE, task.n_data)} of the {task.n_data:,} texts"
     return words
 
 

@@ -210,12 +210,21 @@ class Source:
             if other_weights := warning_of_other_weights(task, posterior.on(task)):
                 say(f"note: {other_weights}")
         else:
+            self.say_if_recorded(say)
             posterior = self.fitted(task, say, unfinished, sampled=sampled)
         if self.calibrate:
             say("calibrating the posterior")
             posterior = calibrate(task, posterior)
             say(f"temperature {posterior.temperature:.3g}")
         return posterior
+
+    def say_if_recorded(self, say: Callable[[str], None]) -> None:
+        """Name the posterior that the training of this model recorded, if there is one."""
+        from blr_analysis.runs import POSTERIOR, RUN
+
+        recorded = Path(self.task).expanduser() / RUN / POSTERIOR
+        if recorded.exists():
+            say(f"the training recorded a posterior: -p {recorded} spares the fit")
 
     def fitted(
         self,

@@ -103,8 +103,9 @@ def show_forecast(plan: MergePlan) -> list[dict[str, Any]] | None:
         "mostly in": [", ".join(layers_of(task)) for task in tasks],
     }
     are_known = {name: set(values) != {"-"} for name, values in columns.items()}
+    unit = "nats for each example" if are_known["rise"] else "as a share of what the base costs"
     show_table(
-        "Forecast: rise of each task's loss, nats for each example",
+        f"Forecast: rise of each task's loss, {unit}",
         {name: values for name, values in columns.items() if are_known[name]},
     )
     if prediction.note:

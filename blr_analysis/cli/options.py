@@ -375,7 +375,7 @@ def show_forecast(cost: Forecast, *, fit: str = "", besides: str = "") -> dict[s
     if fit:
         rows["fit"] = fit
     rows |= {
-        "time": f"about {as_duration(cost.seconds)}, as a few examples are timed",
+        "time": f"about {as_duration(cost.seconds)} (a few examples were timed)",
         "memory": f"about {cost.memory / 2**30:.1f} GiB",
         "disk": f"{cost.disk / 2**20:,.1f} MiB",
     }

@@ -5,6 +5,7 @@ What only this command needs is imported inside of it, so that the others start 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,13 @@ from blr_analysis.cli.inputs import TextColumns
 from blr_analysis.cli.options import Out, Shared, dry_run
 from blr_analysis.cli.origin import IndexedModel, ScriptTasks, read_origin
 from blr_analysis.cli.query_options import Behaviour, Places, Ranking, Request, check_options
-from blr_analysis.cli.refinement import Opened, open_for, refinement_reported, say_if_rough
+from blr_analysis.cli.refinement import (
+    Opened,
+    note_of_sizes,
+    open_for,
+    refinement_reported,
+    say_if_rough,
+)
 from blr_analysis.terminal import Teller, pairs, show
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
@@ -23,6 +30,8 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
     from torch import Tensor
 
     from blr_analysis.task import Task
+
+ORDER_OF_HYBRID = "Ordered by the sum of two ranks, by influence and by words in common (BM25)."
 
 
 def query(
@@ -59,7 +68,7 @@ def query(
 
       blr-analysis query INDEX --bad outputs.jsonl --top 20 --write less.jsonl
 
-    --json prints questions, quantity, refined, sources.
+    --json prints questions, quantity, refined, sources, note.
     """
     from blr_analysis.sensitivity import Index
 
@@ -115,12 +124,19 @@ def show_sources(
     if request.out is not None:
         write_table(table, folder, "sources")
     words = questions.metadata.get("text") if questions.likelihood.is_sequence else None
-    show(in_text(sources(table, quantity, words), max_rows=len(table)))
+    section = sources(table, quantity, words)
+    if request.ranking.hybrid:
+        section = replace(section, lead=f"{section.lead} {ORDER_OF_HYBRID}")
+    trust = note_of_sizes(opened.index.posterior, quantity)
+    if trust:
+        section = replace(section, notes=[trust])
+    show(in_text(section, max_rows=len(table)))
     return {
         "questions": questions.n_data,
         "quantity": quantity,
         "refined": opened.n_refined,
         "sources": table.to_dict("records"),
+        "note": trust,
     }
 
 

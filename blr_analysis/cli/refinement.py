@@ -17,6 +17,7 @@ from blr_analysis.cli.query_options import REFINED, Request
 from blr_analysis.errors import BLRError
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
+    from blr_analysis.posterior import Posterior
     from blr_analysis.sensitivity import Index
     from blr_analysis.sensitivity.influence.results import ProjectionError
     from blr_analysis.task import Task
@@ -132,6 +133,21 @@ def refinement_reported(opened: Opened, say: Callable[[str], None]) -> Iterator[
     if is_rough:
         hint = f"; the index is rough, a larger --refine than {number} may find others"
     say(f"refined: {best} by their exact influence, in {seconds:.1f} s{hint}")
+
+
+def note_of_sizes(posterior: Posterior, quantity: str) -> str:
+    """A sentence on whether printed influences hold in size; "" where they do, or are no sizes.
+
+    A posterior that a training recorded does not know how near the minimum is. Its sizes count as
+    unknown until they are measured.
+    """
+    if quantity != "influence":
+        return ""
+    note = posterior.note
+    is_measured = posterior.calibration is not None
+    if not note and posterior.stationarity is None and not is_measured:
+        note = "only rankings hold, until calibrate measures the sizes (index --calibrate)"
+    return f"How far to trust it: {note}." if note else ""
 
 
 def say_if_rough(say: Callable[[str], None], error: ProjectionError) -> None:

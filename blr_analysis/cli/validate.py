@@ -30,7 +30,7 @@ def validate(
             ".parquet; repeatable.",
         ),
     ] = None,
-    halves: Annotated[int, option("NUMBER", "Random halves.")] = 20,
+    halves: Annotated[int, option("NUMBER", "Random halves, at least 4.")] = 20,
     seeds: Annotated[
         int,
         option("NUMBER", "Trainings of each half; one gives no ceiling."),

@@ -76,7 +76,7 @@ def verify(path: str | os.PathLike[str], *, progress: bool | None = None) -> Ver
         names = some([str(file.relative_to(place)) for file in damaged])
         raise StorageError(f"{len(damaged)} of {len(files)} files are damaged: {names}. {first}")
     if not intact:
-        raise StorageError(f"nothing at {str(path)!r} has a checksum: other programs wrote it.")
+        raise StorageError(f"no file at {str(path)!r} has a checksum, so none can be compared.")
     nbytes = sum(file.stat().st_size for file in intact)
     unknown = set(files) - intact
     return Verified(sorted(intact), nbytes, sorted(unknown))

@@ -29,7 +29,7 @@ from blr_analysis.modes import modes_of
 from blr_analysis.posterior import KroneckerRecorder, Posterior, write_captured
 from blr_analysis.posterior.capture import from_optimizer, reader_of, unwrap
 from blr_analysis.recipe import Recipe
-from blr_analysis.runs import READING, RECIPE, RUN
+from blr_analysis.runs import POSTERIOR, READING, RECIPE, RUN
 from blr_analysis.sensitivity import Monitor
 from blr_analysis.task import Task
 
@@ -314,7 +314,7 @@ class BLRCallback(CheckpointsCallback):
         if checkpoints is None or checkpoints.recordings is None or self._n_data is None:
             return
         if checkpoints.folder is not None:
-            self.posterior().save(checkpoints.folder / "posterior.safetensors")
+            self.posterior().save(checkpoints.folder / POSTERIOR)
 
     def task(self, data: Any, **settings: Any) -> Task:
         """The task of the model that was trained, with its checkpoints and recipe.

@@ -122,6 +122,9 @@ def _table_at(name: str, split: str, described: str, *, online: bool) -> pd.Data
     if is_on_the_hub:
         with told_as(DataError, f"the Hub gives no rows of {described}"):
             return _of_datasets(name, split)
+    if name.endswith("]") and "[" in name:
+        file, _, part = name.partition("[")
+        raise DataError(f"{described}: write a part of the data as '{file}:train[{part}'")
     if kind not in (*READERS, "folder"):
         raise DataError(f"{described} is none of {', '.join([*READERS, 'folder'])}: convert it")
     if not place.exists():

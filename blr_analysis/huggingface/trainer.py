@@ -26,7 +26,7 @@ from blr_analysis.posterior import Posterior, is_recordable
 from blr_analysis.posterior.capture import unwrap
 from blr_analysis.recipe import Recipe
 
-SMALLEST_RATE = 1e-3  # a smaller learning rate is one for Adam, not for IVON
+SMALLEST_RATE = 5e-3  # a smaller learning rate is one for Adam, not for IVON
 # Losses that are a mean over examples and, of several labels or targets, over these too.
 BY_OUTPUT = {f"For{kind}Classification" for kind in ("Sequence", "Image", "Video", "Audio")}
 # Arguments of the Trainer that IVON does not use.

@@ -234,6 +234,13 @@ class OutAdapter(Section):
     rank: Annotated[StrictInt, Field(gt=0)] | None = None
 
 
+def _rank_by_name(written: Any) -> Any:
+    """``out_adapter`` as a section; a bare number or word says how to write it."""
+    if written and not isinstance(written, dict):
+        raise ValueError("write {rank: 16}, or {} to cut nothing")
+    return _empty_section(written)
+
+
 class RecipeText(Section):
     """A recipe as it is written."""
 
@@ -247,7 +254,7 @@ class RecipeText(Section):
     out_dtype: Dtype | None = None
     tokenizer_source: ModelText | None = None
     tokenizer: Tokenizer | None = None
-    out_adapter: Annotated[OutAdapter, BeforeValidator(_empty_section)] | None = None
+    out_adapter: Annotated[OutAdapter, BeforeValidator(_rank_by_name)] | None = None
 
     @property
     def all_models(self) -> list[str]:

@@ -179,7 +179,7 @@ def test_what_is_missing_foreign_or_damaged_is_told_apart(tmp_path: Path) -> Non
     with pytest.raises(StorageError, match="nothing is stored"):
         verify(tmp_path / "nowhere")
     save_file({"w": torch.ones(2)}, tmp_path / "foreign.safetensors")
-    with pytest.raises(StorageError, match="other programs"):
+    with pytest.raises(StorageError, match="none can be compared"):
         verify(tmp_path)
     write_posterior(tmp_path / "q")
     actual = verify(tmp_path)

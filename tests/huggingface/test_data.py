@@ -130,6 +130,7 @@ def test_a_model_is_loaded_as_its_files_hold_it_and_in_eval_mode(tmp_path: Path)
 
 BROKEN: list[tuple[str, str | bytes | None, type[BLRError], str]] = [
     ("d.xlsx", "", DataError, r"none of \.jsonl.*folder: convert"),
+    ("d.csv[:2]", None, DataError, r"write a part .*d\.csv:train\[:2\]'"),
     ("d.json", "[]", DataError, "no examples"),
     ("d.csv", "", DataError, "no examples"),
     ("d.csv", "tekst,label\na,1\n", DataError, r"'tekst', 'label'.*--text"),

@@ -235,6 +235,8 @@ REFUSED: list[tuple[str, str]] = [
     (HEAD + "models: !!python/object:os.system [x]", "YAML"),
     ("[" * 600 + "]" * 600, "YAML"),
     ("\n".join([*BOMB, "merge_method: linear", "models: *a29"]), "expected keys and values"),
+    (HEAD + BOTH + "out_adapter: 16", r"out_adapter: write {rank: 16}"),
+    (HEAD + BOTH + "out_adapter: true", r"out_adapter: write {rank: 16}"),
     (BOTH, "merge_method: Field required"),
     (HEAD, "write models: or slices:"),
     (HEAD + BOTH + "modls: 3", "modls: there is no such key"),
