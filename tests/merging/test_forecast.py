@@ -139,6 +139,24 @@ def test_what_each_verdict_says() -> None:
     assert "smaller weight" in forecast(plan, progress=False).note
 
 
+def test_weak_precisions_call_nothing_safe() -> None:
+    """Neither those of fewer examples than inputs, nor those of a model that is sure of all."""
+    base = mlp(seed=1)
+    model = mlp(seed=2)
+    for count, verdict in ((60, "safe"), (4, "uncertain")):
+        task = blr.Task(model, (normal(count, 4, seed=0), torch.arange(count) % 3))
+        for structure in ("kron", "gram"):
+            posterior = blr.fit_laplace(task, structure=structure, prior_precision=1.0)
+            job = job_of(base, [model], [posterior], method="task_arithmetic", scale=0.9)
+            (actual,) = forecast(make_plan(job), progress=False).tasks
+            assert actual.verdict == verdict
+    vanished = {name: torch.full_like(h, 1e-6) for name, h in model.state_dict().items()}
+    job = job_of(base, [model], [vanished], method="task_arithmetic", scale=0.9)
+    (actual,) = forecast(make_plan(job), progress=False).tasks
+    assert actual.share == pytest.approx(0.01, rel=1e-4)
+    assert actual.verdict == "uncertain"
+
+
 def test_folders_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = write_model(tmp_path / "base", state(0))
     for t in (1, 2):
