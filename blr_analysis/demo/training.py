@@ -20,7 +20,7 @@ from blr_analysis.progress import track
 from blr_analysis.recipe import Recipe
 
 TRAIN_SHARE = 2 / 3
-EPOCHS = 50
+EPOCHS = 40
 BATCH = 100
 ANNOTATORS = ("ann", "bob", "cara", "dan", "eve")
 CARELESS = "eve"
@@ -101,9 +101,8 @@ def network(seed: int = 0) -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(
-            nn.Conv2d(1, 8, 3, padding=1),
+            nn.Conv2d(1, 8, 3, stride=2, padding=1),
             nn.Tanh(),
-            nn.MaxPool2d(2),
             nn.Conv2d(8, 16, 3),
             nn.Tanh(),
             nn.Flatten(),

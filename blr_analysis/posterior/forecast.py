@@ -31,6 +31,8 @@ EXAMPLES_TIMED = 32
 SIZE_TIMED = 768  # of a matrix whose eigenvectors are timed
 COPIES = 3  # matrices that LAPACK takes beside the one whose eigenvectors it computes
 FLOAT64_BYTES = 8
+MINIBATCH_TIMED = 128  # where few examples take no longer than a call does
+MOMENT = 0.01  # seconds
 MANY_OUTPUTS = 100  # where an example has more outputs, a single backward pass is timed
 
 
@@ -203,14 +205,27 @@ def step_seconds(task: Task) -> float:
 
 
 def _timed(task: Task, run: Callable[[Tensor], None]) -> float:
-    """Seconds for an example, measured on examples spread evenly over the data."""
+    """Seconds for an example, measured on examples spread evenly over the data.
+
+    If a few take next to no time, that is the time of a call, which a minibatch takes once too:
+    then so many examples as in a minibatch are measured.
+    """
     indices = evenly_spread(task.n_data, EXAMPLES_TIMED)
-    run(indices)  # the first time is slower, and not measured
+    seconds = _seconds_of(task, run, indices)
+    if seconds < MOMENT:
+        indices = evenly_spread(task.n_data, MINIBATCH_TIMED)
+        seconds = _seconds_of(task, run, indices)
+    return seconds / len(indices)
+
+
+def _seconds_of(task: Task, run: Callable[[Tensor], None], indices: Tensor) -> float:
+    """Seconds for these examples; the first time is slower, and not measured."""
+    run(indices)
     wait_for(task.device)
     started = time.perf_counter()
     run(indices)
     wait_for(task.device)
-    return (time.perf_counter() - started) / len(indices)
+    return time.perf_counter() - started
 
 
 def wait_for(device: torch.device) -> None:
