@@ -251,9 +251,8 @@ tokenizer.save_pretrained(OUT / "llm")
 #
 # The rows were learned by heart, so they have hardly any gradient left at the end. `index` finds
 # the checkpoints in `llm/_run`, and takes the errors of the one nearest to the middle of the
-# training. As wanted outputs we take what the model says of farms. The right answers to the same
-# questions would not work: the model does not say them, and surprising texts have long gradients
-# that hide the rest.
+# training. As wanted outputs we take what the model says of farms. Outputs that a model does not
+# say have long gradients, which hide the rest; `query` then prints a line.
 
 # %%
 index = str(OUT / "index")
