@@ -231,7 +231,7 @@ def show_index(built: Index, out: Path, *, is_of_a_model: bool) -> None:
             "sequences" if is_of_a_model else "examples": f"{built.n_data:,}",
             "covers": built.posterior.coverage,
             "kept": f"{built.numbers:,} numbers of each",
-            "error": f"{error.relative_rms:.3f} of the influence, rank correlation "
+            "error": f"{error.relative_rms:.3f} of the exact influence; rank correlation with it "
             f"{error.spearman:.3f}",
             "written": out,
             "next": f"blr-analysis query {out} {questions}",

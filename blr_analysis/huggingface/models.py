@@ -111,8 +111,8 @@ class Loading:
             return Path(snapshot_download(text, local_files_only=True))
         except (OSError, ValueError) as error:  # of the Hub's own classes
             raise StorageError(
-                f"there is no folder {text!r} with a config.json, nor such a model in the Hub's "
-                "cache: name a folder, or fetch it with online=True (--online)"
+                f"there is no folder {text!r} with a config.json or adapter_config.json, nor such "
+                "a model in the Hub's cache: name a folder, or fetch it with online=True (--online)"
             ) from error
 
 

@@ -117,9 +117,10 @@ def _solves(report: MergeReport) -> str:
     """How well the layers' equations were solved."""
     residual = max(solution.residual for solution in report.solves.values())
     iterations = max(solution.iterations for solution in report.solves.values())
+    how = f"after {iterations} iterations at most" if iterations else "solved directly"
     sentence = (
-        f"{_count(len(report.solves), 'layer')} merged as one matrix: residual {residual:.1g} at "
-        f"most, after {iterations} iterations at most"
+        f"{_count(len(report.solves), 'layer')} merged as one matrix, each by a linear equation: "
+        f"relative residual {residual:.1g} at most, {how}"
     )
     for layer in report.solves:
         shrink, _power, _damping = report.plan.factor_settings(layer)

@@ -177,7 +177,7 @@ def test_folders_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert task.rise * COUNT == pytest.approx(in_memory.rise, rel=1e-5)
         assert task.share == pytest.approx(in_memory.share, rel=1e-5)
     _, output, _ = run(capsys, "merge", recipe, "--dry-run")
-    assert "Forecast" in output
+    assert "Forecast: rise of each task's loss, nats for each example" in output
     assert "uncertain" in output or "safe" in output
     assert not (tmp_path / "out").exists()
 
