@@ -30,6 +30,7 @@ FOREIGN = {
 FOREIGN_SIGN = re.compile(r"&&|\|\||===|<>|\b(?:is|equals|AND|OR|NOT|null)\b")
 SHOWN_VALUES = 5  # of a column of numbers; of more, the range is shown
 WORDS = {"and", "or", "not", "in", "True", "False", "None"}  # of pandas' queries
+JOINING = ("and", "or", "not")  # words that a comparison follows
 
 
 def why_nothing(question: str, columns: Mapping[str, Sequence[Any]]) -> str:
@@ -61,7 +62,7 @@ def why_nothing(question: str, columns: Mapping[str, Sequence[Any]]) -> str:
 
 def why_unreadable(question: str, columns: Mapping[str, Sequence[Any]]) -> str:
     """One sentence on the first slip in a query: a quote that is not closed, a sign of another
-    language, or a name that is no column; "" without such a slip.
+    language, a name that is no column, or a comparison that is missing; "" without such a slip.
 
     >>> why_unreadable("anotator == 'eve'", {"annotator": ["eve", "ann"]})
     "there is no column 'anotator'; did you mean 'annotator'?"
@@ -69,6 +70,8 @@ def why_unreadable(question: str, columns: Mapping[str, Sequence[Any]]) -> str:
     "put eve in quotes: annotator == 'eve'"
     >>> why_unreadable("annotator == 'eve' && target == 1", {"annotator": [], "target": []})
     'write and in place of &&'
+    >>> why_unreadable("annotator == 'eve' and", {"annotator": []})
+    'a comparison is missing after and'
     """
     outside_of_quotes = QUOTED.sub("", question)
     if not question.strip():
@@ -86,6 +89,9 @@ def why_unreadable(question: str, columns: Mapping[str, Sequence[Any]]) -> str:
                 return f"put {name} in quotes: {column} == {name!r}"
         remedy = did_you_mean(name, list(columns)) or f"; there are {', '.join(columns)}"
         return f"there is no column {name!r}{remedy}"
+    words = outside_of_quotes.split()
+    if words and words[-1] in JOINING:
+        return f"a comparison is missing after {words[-1]}"
     return ""
 
 
