@@ -476,6 +476,7 @@ class Task:
             refuse_unlabelled(batch)
         returned, labels = self._forward_pass(batch, params, indices)
         outputs, targets = checked(returned, labels, self.likelihood, indices)
+        self._warn_of_one_hot(targets)
         self._warn_of_probabilities(outputs)
         return outputs, targets
 
@@ -515,6 +516,15 @@ class Task:
         if whole_model_runs:
             self._writes_to_inputs = write_counts(batch) != counts_before
         return result
+
+    def _warn_of_one_hot(self, targets: Tensor) -> None:
+        """Warn once of one-hot targets, which have no labels to show or to group by."""
+        if self._has_checked_logits or not self.likelihood.are_one_hot(targets.detach()):
+            return
+        warnings.warn(
+            "the targets are one-hot; give y.argmax(-1), so that tables and groups have labels",
+            stacklevel=3,
+        )
 
     def _warn_of_probabilities(self, outputs: Tensor) -> None:
         """Warn once where outputs look like probabilities and are read as logits."""

@@ -205,6 +205,11 @@ def test_probabilities_in_the_place_of_logits_are_said() -> None:
         fit((inputs(), both), nn.Sequential(confident, nn.Sigmoid()), likelihood="bernoulli")
 
 
+def test_one_hot_labels_as_floats_are_said() -> None:
+    with pytest.warns(UserWarning, match=r"give y.argmax\(-1\)"):
+        fit((inputs(), nn.functional.one_hot(labels(), 3).float()))
+
+
 def test_raw_beside_standardised_test_data_are_said() -> None:
     subject = task()
     raw = blr.Task(subject.model, (50 * inputs() + 300, labels()))

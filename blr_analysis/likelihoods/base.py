@@ -118,6 +118,10 @@ class Likelihood(ABC):
         """Whether these outputs look like probabilities, where the likelihood takes logits."""
         return False
 
+    def are_one_hot(self, targets: Tensor) -> bool:
+        """Whether these targets are shares of classes, each of which is all of one class."""
+        return False
+
     def noise(self, outputs: Tensor) -> Tensor | None:
         """σ², the variance of y around its mean, ``[B, C]``; None unless y is normal."""
         return None

@@ -86,6 +86,12 @@ class Categorical(Likelihood):
         deviations = (outputs.sum(-1) - 1).abs()
         return bool((deviations < PROBABILITY_TOLERANCE).all())
 
+    def are_one_hot(self, targets: Tensor) -> bool:
+        are_shares = targets.ndim == 2 and targets.is_floating_point()
+        if not are_shares:
+            return False
+        return bool(((targets == 1).sum(1) == 1).all() and ((targets != 0).sum(1) == 1).all())
+
     def prepare_targets(self, targets: Tensor, outputs: Tensor) -> Tensor:
         are_shares = targets.shape == outputs.shape and targets.is_floating_point()
         if are_shares:
