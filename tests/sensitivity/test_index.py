@@ -74,6 +74,18 @@ def test_with_room_for_everything_it_is_exact(
         assert top.table[column].equals(truth.table[column])
 
 
+@pytest.mark.parametrize("n_data", [1, 2, 3])
+def test_an_index_of_few_texts_opens_with_the_posterior_it_was_built_of(
+    tmp_path: Path, n_data: int
+) -> None:
+    """The layers' moments are singular, and counts stand on top of eigenvalues of rounding size."""
+    task = task_of(tiny_lm(tied=True), sequences(N)[:n_data])
+    q = blr.fit_laplace(task, structure="gram", prior_precision=1.0)
+    blr.Index.build(task, q, tmp_path / "i", dtype="float64")
+    index = blr.Index.open(tmp_path / "i", task=task)
+    assert relative(index.influence(task), blr.influence(task, q, task).matrix) < 1e-10
+
+
 def test_metadata_do_not_replace_what_the_index_computed(tmp_path: Path) -> None:
     """Influence in units of the examples' lengths is that of an index without such columns."""
     plain = language()

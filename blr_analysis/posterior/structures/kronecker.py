@@ -21,6 +21,7 @@ from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures.contract import Spectral
 
 ROWS = ".row_eigenvalues"  # a tensor of what each row has on top of the stored row of eigenvalues
+ROUNDINGS = 3  # after which a rounded difference comes back to the bit
 LARGEST = 16_384  # rows or columns of a layer with factors: larger ones, often heads, are diagonal
 SAME = 1e-6  # relative difference of eigenvalues that counts as rounding
 
@@ -370,12 +371,28 @@ def _shared_eigenvalues(eigenvalues: Tensor) -> tuple[Tensor, Tensor | None]:
     n_columns = eigenvalues.shape[-1]
     lowest_row = smallest.argmin(1)[:, None, None].expand(-1, 1, n_columns)
     shared = eigenvalues.gather(1, lowest_row)
-    of_rows = (smallest - shared[..., 0]).unsqueeze(-1)
+    of_rows = _stable_difference(smallest, shared[..., 0]).unsqueeze(-1)
     if torch.equal(eigenvalues, shared.expand_as(eigenvalues)):
         return shared.contiguous(), None
     if torch.allclose(eigenvalues, shared + of_rows, rtol=SAME, atol=0.0):
         return shared.contiguous(), of_rows
     return eigenvalues, None
+
+
+def _stable_difference(total: Tensor, part: Tensor) -> Tensor:
+    """``total - part``, rounded so that it comes back: (part + difference) − part = difference.
+
+    A posterior that was saved and read then has the same tensors again, to the bit.
+
+    >>> part = torch.tensor(0.3)
+    >>> difference = _stable_difference(torch.tensor(7.1), part)
+    >>> torch.equal((part + difference) - part, difference)
+    True
+    """
+    difference = total - part
+    for _ in range(ROUNDINGS):
+        difference = (part + difference) - part
+    return difference
 
 
 def _counts(fit: Fit, inputs: InputMoments, name: str) -> Tensor:
