@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from likelihood_cases import MEMBERS, SEQUENCES
 from models import randomised, seeded
 from oracles import relative
@@ -160,8 +161,17 @@ class Reads(nn.Module):
             "by head": lambda: self.layer(torch.stack([x, x + 1], 1)).sum(1),
             "channels first": lambda: self.layer(x.mT).mT,
             "attention": lambda: self.layer(x, x, x, attn_mask=hidden, need_weights=False)[0],
+            "pairs": lambda: (self.layer(x[:, None] + x[:, :, None]) * ~hidden[..., None]).sum(2),
+            "beside a prefix": lambda: self.layer(F.pad(x, (0, 0, 1, 0), value=1.0))[:, 1:],
+            "every second": lambda: self.layer(x[:, ::2]).repeat_interleave(2, 1)[:, : len(t)],
+            "some of all": lambda: self.routed(x.flatten(0, 1)).view_as(x),
         }
         return SimpleNamespace(logits=self.read(x + read[self.reads]()))
+
+    def routed(self, rows: Tensor) -> Tensor:
+        """An expert's share of the rows, which does not tell which tokens they are of."""
+        chosen = (rows[:, 0] > rows[:, 1]).nonzero()[:, 0]
+        return rows.index_add(0, chosen, self.layer(rows[chosen]))
 
 
 WAYS = ("shared places", "places of one row", "distances", "tokens", "time first", "rows")
@@ -185,17 +195,63 @@ def test_the_gram_of_inputs_counts_no_padding(reads: str) -> None:
             torch.testing.assert_close(total, expected.tensors()[name], msg=f"{name}: {{}}".format)
 
 
-def test_rows_that_may_be_padding_are_named() -> None:
-    """An expert's rows do not tell which tokens they are of."""
-
-    class Routed(Reads):
-        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
-            x = self.words(input_ids).flatten(0, 1)
-            read = x.index_add(0, torch.arange(0, len(x), 2), self.layer(x[::2]))
-            return SimpleNamespace(logits=self.read(read.view(*input_ids.shape, -1)))
-
+@pytest.mark.parametrize("reads", ["pairs", "beside a prefix", "every second", "some of all"])
+def test_rows_that_may_be_padding(reads: str) -> None:
+    """They are read text by text; where a text by itself is padded too, a warning names them."""
     with seeded(0):
-        model = randomised(Routed("tokens"))
-    task = task_of(model, sequences(6), batch_size=6)
-    with pytest.warns(UserWarning, match="'layer' reads rows that may be padding"):
-        input_moments(task, task.parameters())
+        model = randomised(Reads(reads))
+    ids = sequences(9)
+    alone = task_of(model, ids, batch_size=1)
+    expected = input_moments(alone, alone.parameters()).tensors()
+    for batch_size in (9, 4):
+        task = task_of(model, ids, batch_size=batch_size)
+        for name, total in input_moments(task, task.parameters()).tensors().items():
+            torch.testing.assert_close(total, expected[name], msg=f"{name}: {{}}".format)
+    padded = task_of(model, ids, n_extra=4)
+    with pytest.warns(UserWarning, match="'layer'.* read rows that may be padding"):
+        input_moments(padded, padded.parameters())
+
+
+class Attends(nn.Module):
+    """Attention to fewer keys than queries, whose arguments have names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = self.layer(value=2 * x[:, :2], need_weights=False, key=x[:, :2] + 1, query=x)
+        return read[0].mean(1)
+
+
+def test_the_gram_of_attention_is_that_of_queries_keys_and_values() -> None:
+    with seeded(0):
+        x = torch.randn(5, 3, 4, dtype=torch.float64)
+        model = randomised(Attends())
+    task = Task(model, (x, torch.arange(5) % 4))
+    _, moments = input_moments(task, task.parameters()).moments["layer.in_proj_weight"]
+    for total, rows in zip(moments, (x, x[:, :2] + 1, 2 * x[:, :2]), strict=True):
+        joined = F.pad(rows.flatten(0, 1), (0, 1), value=1.0)
+        torch.testing.assert_close(total, joined.mT @ joined)
+
+
+def test_a_decoder_as_long_as_its_encoder() -> None:
+    """Its layers' rows are those of the labels, not those of the inputs."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 4, "d_kv": 2, "d_ff": 6, "num_layers": 1, "num_heads": 2}
+    config = T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, pad_token_id=0, **sizes)
+    with seeded(0):
+        model = randomised(T5ForConditionalGeneration(config))
+    ids = [row[:5] for row in sequences(6)]
+    labels = ids[1:] + ids[:1]  # shorter than their inputs, or longer
+    rows = [
+        {"input_ids": x, "labels": y, "attention_mask": torch.ones_like(x)}
+        for x, y in zip(ids, labels, strict=True)
+    ]
+    sums = []
+    for batch_size in (1, 4):
+        task = Task(model, rows, likelihood="tokens", batch_size=batch_size)
+        sums.append(input_moments(task, task.parameters()).tensors())
+    for name, total in sums[1].items():
+        torch.testing.assert_close(total, sums[0][name], msg=f"{name}: {{}}".format)

@@ -5,14 +5,16 @@ a 1 joined to a for the bias. For an embedding, whose inputs are one-hot, A is d
 each row was looked up.
 
 Padding does not count. It is what a batch's ``attention_mask`` hides. Without a mask it is, in a
-causal language model, what follows the last label that counts. Where all examples share a row (that
-of a position), it counts once for each example that has a token there.
+causal language model or in a decoder, what follows the last label that counts. Where all examples
+share a row (that of a position), it counts once for each example that has a token there. If the
+shape of a layer's input does not tell which rows are padding, padded examples are read one by one.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +22,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from blr_analysis import ranks
 from blr_analysis.backprop.layers import (
@@ -33,14 +37,15 @@ from blr_analysis.backprop.layers import (
 from blr_analysis.backprop.matrices import Joint, MatrixShape
 from blr_analysis.backprop.plan import units_of
 from blr_analysis.backprop.record import Unit, indices_of_rank, watched
+from blr_analysis.checks import some
 from blr_analysis.data.batches import mask_and_labels
 from blr_analysis.errors import warn_user
 from blr_analysis.files import Unfinished
-from blr_analysis.likelihoods import CausalLM, Likelihood
+from blr_analysis.likelihoods import CausalLM
 from blr_analysis.progress import track
-from blr_analysis.task import Task
+from blr_analysis.task import ModelAt, Task
 
-Times = int | Tensor  # how often each of R rows counts, one number or ``[R]``
+Times = int | Tensor  # how often each of R rows counts: one number, ``[R]`` or ``[g, R]``
 
 
 class _PassIsDone(BaseException):
@@ -114,19 +119,19 @@ class InputMoments:
         Args:
             joint: the layer's matrix.
             rows: the input rows a, ``[g, R, I]``.
-            times: how often each row counts.
+            times: how often each row counts; ``[g, R]`` where the groups' rows differ.
             tensor: the layer's argument that the rows were read from.
         """
         g, _, i = rows.shape
-        counts = torch.as_tensor(times, dtype=rows.dtype, device=rows.device).expand(rows.shape[1])
+        counts = torch.as_tensor(times, dtype=rows.dtype, device=rows.device).expand(rows.shape[:2])
         has_bias = joint.bias is not None
         if joint.key not in self.moments:
             size = i + 1 if has_bias else i
             self.moments[joint.key] = (joint, rows.new_zeros(g, size, size, dtype=torch.float64))
             self.spread[joint.key] = rows.new_zeros(2, dtype=torch.float64)
         fourth = (counts.double() * _off_diagonal_squares(rows, has_bias)).sum()
-        total = counts.double().sum()
-        self.spread[joint.key] += torch.stack([fourth, total])
+        totals = counts.double().sum(1)
+        self.spread[joint.key] += torch.stack([fourth, totals.max()])
         _, moments = self.moments[joint.key]
         weighted = rows * counts.sqrt().unsqueeze(-1)
         moments[:, :i, :i] += weighted.mT @ weighted
@@ -134,7 +139,7 @@ class InputMoments:
             sums = (weighted * counts.sqrt().unsqueeze(-1)).sum(1).double()
             moments[:, :i, i] += sums
             moments[:, i, :i] += sums
-            moments[:, i, i] += total
+            moments[:, i, i] += totals
 
 
 def _off_diagonal_squares(rows: Tensor, has_bias: bool) -> Tensor:
@@ -249,20 +254,46 @@ def swept(
     n_batches = math.ceil(len(order) / task.batch_size)
     show = task.progress if label else False
     batches = track(task.batches(indices=order), total=n_batches, label=label, show=show)
+    alone: bool | None = None  # not known before the first padded batch
+    unclear_layers: set[str] = set()
     for number, (indices, batch) in enumerate(batches):
         # The number of passes that are done rises when the first one is added to the sums.
         is_done = unfinished is not None and number < unfinished.done
         if is_done:
             continue
-        for part, part_of_batch in _unambiguous(task, indices, batch):
-            padding = _Padding(len(part), _masks(part_of_batch, task.likelihood.kind))
+        if alone is None and _are_padded(_masks(task, batch)):
+            alone = _has_unclear_rows(model, units, indices, batch)
+        for part, part_of_batch in _unambiguous(task, indices, batch, alone=bool(alone)):
+            masks = _masks(task, part_of_batch)
+            padding = _Padding(len(part), masks, unclear_layers)
             sums.begin()
             with watched(units, partial(_see, sums, padding)), suppress(_PassIsDone):
                 model.run_batch(part_of_batch, part)
         if unfinished is not None:
             unfinished.follow(sums.tensors())
+    if unclear_layers:
+        warn_user(
+            f"layers ({some(sorted(unclear_layers))}) read rows that may be padding, and they "
+            "count: give batches of texts of one length"
+        )
     ranks.total(sums.tensors().values())
     return sums
+
+
+def _has_unclear_rows(model: ModelAt, units: list[Unit], indices: Tensor, batch: Any) -> bool:
+    """Whether a layer reads rows of which a padded batch does not say what is padding.
+
+    Examples by themselves have no padding, where the collate function fills up to the longest.
+    """
+    unclear_layers: set[str] = set()
+    for part, part_of_batch in _unambiguous(model.task, indices, batch):
+        masks = _masks(model.task, part_of_batch)
+        if len(part) > 1 and _are_padded(masks):
+            padding = _Padding(len(part), masks, unclear_layers)
+            with watched(units, partial(_see, InputMoments(), padding)):
+                model.run_batch(part_of_batch, part)
+            break
+    return bool(unclear_layers)
 
 
 @dataclass(frozen=True)
@@ -272,29 +303,28 @@ class _Padding:
     Attributes:
         n_examples: B, the size of the batch.
         masks: tables ``[B, T]``, False at padding: of the tokens, and of a decoder's labels.
+        unclear_layers: gets the name of each layer that reads rows which may be padding, and count.
     """
 
     n_examples: int
     masks: list[Tensor]
+    unclear_layers: set[str]
 
     def counts(self, shape: torch.Size, layer: str, *, are_ids: bool = False) -> Tensor:
         """How many examples each input row stands for, in a shape that broadcasts to ``shape``.
 
         Args:
             shape: the dimensions of an input before its features, see :func:`counts_under`.
-            layer: the layer's name, for a warning.
+            layer: the layer's name.
             are_ids: whether the input holds the ids of an embedding.
         """
         for mask in self.masks:
             counts = counts_under(mask, shape, are_ids=are_ids)
             if counts is not None:
                 return counts
-        is_padded = any(not bool(mask.all()) for mask in self.masks)
-        if is_padded and shape[0] != self.n_examples:
-            warn_user(
-                f"{layer!r} reads rows that may be padding, and they count: give batches of texts "
-                "of one length"
-            )
+        has_row_per_example = shape == (self.n_examples,)
+        if _are_padded(self.masks) and not has_row_per_example:
+            self.unclear_layers.add(layer)
         is_shared = shape[0] == 1 or (are_ids and shape[0] % self.n_examples != 0)
         return torch.tensor(self.n_examples if is_shared else 1)
 
@@ -331,17 +361,34 @@ def counts_under(mask: Tensor, shape: torch.Size, *, are_ids: bool) -> Tensor | 
     return None
 
 
-def _unambiguous(task: Task, indices: Tensor, batch: Any) -> Iterator[tuple[Tensor, Any]]:
+def _unambiguous(
+    task: Task, indices: Tensor, batch: Any, *, alone: bool = False
+) -> Iterator[tuple[Tensor, Any]]:
     """The batch, in parts where it has as many examples as tokens.
 
     A dimension of that size could be either.
+
+    Args:
+        alone: whether the examples of a padded batch come one by one.
     """
-    masks = _masks(batch, task.likelihood.kind)
-    if len(indices) == 1 or all(len(indices) != mask.shape[1] for mask in masks):
+    batch = _told_apart(task, batch)
+    masks = _masks(task, batch)
+    if len(indices) == 1:
         yield indices, batch
         return
-    for part in (indices[:1], indices[1:]):
-        yield from _unambiguous(task, part, task.fetch(part))
+    if alone and _are_padded(masks):
+        sizes = [1] * len(indices)
+    elif any(len(indices) == mask.shape[1] for mask in masks):
+        sizes = [1, len(indices) - 1]
+    else:
+        yield indices, batch
+        return
+    for part in indices.split(sizes):
+        yield from _unambiguous(task, part, task.fetch(part), alone=alone)
+
+
+def _are_padded(masks: Sequence[Tensor]) -> bool:
+    return any(not bool(mask.all()) for mask in masks)
 
 
 def _see(
@@ -353,12 +400,11 @@ def _see(
     output: Any,
 ) -> None:
     """Add the inputs of one call of a layer to the sums."""
-    arguments = [*args, *kwargs.values()]
-    first = arguments[0]
     module: Any = unit.module
+    arguments = _arguments(module, args, kwargs)
     if isinstance(unit.module, nn.MultiheadAttention) and "in_proj_weight" in unit.names:
-        joint, rows = _attention_rows(module, unit, arguments)
-        _add(sums, joint, rows, padding.counts(first.shape[:-1], unit.path), first)
+        _see_attention(sums, padding, unit, arguments[:3])
+    first = arguments[0]
     if "weight" not in unit.names:
         return
     if unit.rule is embedding:
@@ -391,13 +437,37 @@ def _add(sums: InputMoments, joint: Joint, rows: Tensor, counts: Tensor, tensor:
     sums.add(joint, flat_rows, times, tensor)
 
 
-def _attention_rows(module: Any, unit: Unit, arguments: list[Any]) -> tuple[Joint, Tensor]:
-    """Queries, keys and values ``[3, ..., I]``, each with a third of the projection's rows."""
+def _see_attention(
+    sums: InputMoments, padding: _Padding, unit: Unit, inputs: Sequence[Tensor]
+) -> None:
+    """Add the queries, keys and values of attention, each to a third of the projection's rows.
+
+    Keys may be more or fewer than queries: shorter ones are filled up with rows that do not count.
+    """
+    module: Any = unit.module
     e = module.embed_dim
     layout = MatrixShape(3, e, e, (3 * e, e))
-    rows = torch.stack([upcast(x) for x in arguments[:3]])
     joint = Joint(unit.names["in_proj_weight"], unit.names.get("in_proj_bias"), layout)
-    return joint, rows
+    rows = []
+    times = []
+    for x in inputs:
+        counts = padding.counts(x.shape[:-1], unit.path).to(x.device)
+        counts = counts.expand(x.shape[:-1]).flatten()
+        rows.append(upcast(x).flatten(0, -2)[counts > 0])
+        times.append(counts[counts > 0])
+    sums.add(
+        joint,
+        pad_sequence(rows, batch_first=True),
+        pad_sequence(times, batch_first=True),
+        inputs[0],
+    )
+
+
+def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments of a call in the order of the module's signature, however they were passed."""
+    if not kwargs:
+        return list(args)
+    return list(inspect.signature(module.forward).bind(*args, **kwargs).arguments.values())
 
 
 def _count(sums: InputMoments, module: Any, name: str, ids: Tensor, times: Tensor) -> None:
@@ -431,20 +501,44 @@ def _matrix_rows(module: Any, unit: Unit, x: Tensor) -> tuple[MatrixShape, Tenso
     return None
 
 
-def _masks(batch: Any, likelihood: Likelihood) -> list[Tensor]:
-    """Tables ``[B, T]``, False at padding: of the inputs, and of labels of another length.
+def _masks(task: Task, batch: Any) -> list[Tensor]:
+    """Tables ``[B, T]``, False at padding: of the inputs, and of the labels of a decoder.
 
     Empty where the batch does not say what is padding.
     """
     mask, labels = mask_and_labels(batch)
     masks = [] if mask is None else [mask]
     has_labels = isinstance(labels, Tensor) and labels.ndim == 2
+    likelihood = task.likelihood.kind
     counted = likelihood.counted(labels) if has_labels else None
     if counted is None:
         return masks
     is_causal = mask is None and isinstance(likelihood, CausalLM)
-    are_of_a_decoder = mask is not None and labels.shape != mask.shape
-    if is_causal or are_of_a_decoder:
+    have_other_length = mask is not None and labels.shape != mask.shape
+    if is_causal or have_other_length or _has_decoder(task.model):
         counted_from_here = counted.flip(1).cumsum(1).flip(1)
         masks.append(counted_from_here > 0)
     return masks
+
+
+def _has_decoder(model: Any) -> bool:
+    """Whether a transformers model reads its inputs by an encoder and its labels by a decoder."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def _told_apart(task: Task, batch: Any) -> Any:
+    """The batch, whose labels get one more column of padding where a decoder reads as many tokens
+    as its encoder: a layer's rows are told apart by their number."""
+    if not _has_decoder(task.model) or not isinstance(batch, Mapping):
+        return batch
+    inputs = batch.get("attention_mask", batch.get("input_ids"))
+    labels = batch.get("labels")
+    are_tables = isinstance(inputs, Tensor) and isinstance(labels, Tensor)
+    if not are_tables or inputs.shape != labels.shape:
+        return batch
+    ignored = getattr(task.likelihood.kind, "ignore_index", None)
+    if ignored is None:
+        return batch
+    fills = {"labels": ignored, "decoder_input_ids": 0, "decoder_attention_mask": 0}
+    longer = {name: pad(batch[name], (0, 1), value=fills[name]) for name in fills if name in batch}
+    return {**batch, **longer}
