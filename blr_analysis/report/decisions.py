@@ -9,6 +9,7 @@ import pandas as pd
 
 from blr_analysis.audit.findings import all_targets
 from blr_analysis.errors import InputError, told_as
+from blr_analysis.sensitivity.objective import with_labels
 from blr_analysis.task import Task
 
 ACTIONS = ("keep", "relabel", "drop")
@@ -25,7 +26,8 @@ def read_decisions(path: str | Path) -> dict[str, Any]:
         ``remove``: indices to drop; ``relabel``: the new label by index. None where there are none.
 
     Raises:
-        InputError: no such file, other columns, or a row that says something else.
+        InputError: no such file, other columns, a row that says something else, or an example with
+            two rows.
 
     Example:
         >>> import tempfile
@@ -42,6 +44,7 @@ def read_decisions(path: str | Path) -> dict[str, Any]:
         rows = table[["index", "action", "label"]].to_numpy()
     remove: list[int] = []
     relabel: dict[int, int | float] = {}
+    decided: set[int] = set()
     for line, (index, action, label) in enumerate(rows, 2):  # the first line has the names
         fault = (
             f"line {line} of {str(path)!r} is no decision: {index!r}, {action!r}, {label!r}; "
@@ -55,6 +58,11 @@ def read_decisions(path: str | Path) -> dict[str, Any]:
                 relabel[example] = _target(label)
         except ValueError:
             raise InputError(fault) from None
+        if example in decided:
+            raise InputError(
+                f"{str(path)!r} decides on example {example} twice; keep one line of it"
+            )
+        decided.add(example)
         if action == "drop":
             remove.append(example)
     if not remove and not relabel:
@@ -70,6 +78,7 @@ def cleaned(task: Task, path: str | Path) -> pd.DataFrame:
 
     Raises:
         InputError: as :func:`read_decisions`; a row that the task does not have.
+        DataError: a label that the task cannot have.
     """
     decisions = read_decisions(path)
     dropped = decisions["remove"] or []
@@ -77,7 +86,9 @@ def cleaned(task: Task, path: str | Path) -> pd.DataFrame:
     unknown = [index for index in [*dropped, *relabelled] if not 0 <= index < task.n_data]
     if unknown:
         raise InputError(f"{str(path)!r} names example {unknown[0]} of {task.n_data}")
-    targets = all_targets(task)
+    if relabelled:
+        all_targets(with_labels(task, relabelled))  # refuses targets that the loss does not take
+    targets = all_targets(task).reshape(task.n_data, -1).squeeze(1)  # a regression has [N, 1]
     columns: dict[str, Any] = {"index": range(task.n_data), "target": targets.tolist()}
     metadata = {name: values for name, values in task.metadata.items() if name not in columns}
     table = pd.DataFrame({**columns, **metadata})

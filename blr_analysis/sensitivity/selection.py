@@ -175,10 +175,10 @@ def meant(refused: str, question: str, values: Mapping[str, Sequence[Any]]) -> I
     """Around the evaluation of a query: an error for an unknown name suggests the right one."""
     try:
         yield
-    except Exception as error:
+    except Exception:
         remedy = why_unreadable(question, values)
         if remedy:
-            raise InputError(f"{refused}: {remedy}") from error
+            raise InputError(f"{refused}: {remedy}") from None  # the query says it all
         raise
 
 

@@ -23,7 +23,7 @@ from blr_analysis.audit.section import two_digits
 from blr_analysis.audit.suspects import main_supplier
 from blr_analysis.errors import BLRError, DataError, InputError, StorageError
 from blr_analysis.report.contents import MAX_ROWS, MAX_TEXT
-from blr_analysis.report.decisions import read_decisions
+from blr_analysis.report.decisions import cleaned, read_decisions
 from blr_analysis.report.page import write_page
 from blr_analysis.report.thumbnails import picture_of, sheet_of
 from blr_analysis.terminal import as_text
@@ -333,9 +333,27 @@ def test_decisions_that_are_none(tmp_path: Path) -> None:
         "x,drop,": "decision",
         "1,relabel,cat": "cat",
         "1,keep,": "nothing",
+        "1,drop,\n1,relabel,2": "example 1 twice",
     }
     texts = {f"index,action,label\n{row}": word for row, word in rows.items()}
     for text, word in {"": "cannot read", "index,action\n1,drop": "label", **texts}.items():
         (tmp_path / "d.csv").write_text(text)
         with pytest.raises(InputError, match=word):
             read_decisions(tmp_path / "d.csv")
+
+
+@pytest.mark.parametrize("label", ["3", "-1", "1.5"])
+def test_cleaned_data_have_only_labels_of_the_task(tmp_path: Path, label: str) -> None:
+    task, _, _ = problem(40, 3, "categorical")
+    (tmp_path / "d.csv").write_text(f"index,action,label\n1,relabel,{label}\n")
+    with pytest.raises(DataError, match="targets"):
+        cleaned(task, tmp_path / "d.csv")
+
+
+def test_cleaned_targets_of_a_regression_are_numbers(tmp_path: Path) -> None:
+    task, _, _ = problem(40, 1, "gaussian")
+    (tmp_path / "d.csv").write_text("index,action,label\n1,relabel,1.5\n2,drop,\n")
+    expected = task.dataset.tensors[1].flatten().clone()
+    expected[1] = 1.5
+    actual = torch.tensor(cleaned(task, tmp_path / "d.csv")["target"])
+    assert torch.allclose(actual.float(), expected[torch.arange(40) != 2])
