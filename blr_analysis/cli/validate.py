@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -158,8 +159,17 @@ def columns_of(result: Validation) -> dict[str, list[Any]]:
         "method": [row["method"] for row in rows],
         "score": [f"{row['score']:.3f}" for row in rows],
         "range": [f"{row['low']:.2f} to {row['high']:.2f}" for row in rows],
-        "of ceiling": [f"{row['of_ceiling']:.2f}" for row in rows],
+        "of ceiling": [share_in_words(row["of_ceiling"]) for row in rows],
     }
+
+
+def share_in_words(share: float) -> str:
+    """A share to two digits; a dash where there is no ceiling to take it of.
+
+    >>> share_in_words(0.5), share_in_words(float("nan"))
+    ('0.50', '-')
+    """
+    return "-" if math.isnan(share) else f"{share:.2f}"
 
 
 def write_validation(result: Validation, folder: Path) -> None:

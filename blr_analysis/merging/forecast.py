@@ -111,12 +111,20 @@ class MergeForecast:
 
     @property
     def note(self) -> str:
-        """One line about the tasks that the base serves as well; "" where there are none."""
+        """What the verdicts come from, where the shares do not say it; "" where they do."""
         far = [task.task for task in self.tasks if task.verdict == "too far apart"]
-        if not far:
-            return ""
-        names = ", ".join(map(repr, far))
-        return f"too far apart for {names}, which the base serves as well: {REMEDY}"
+        if far:
+            names = ", ".join(map(repr, far))
+            return f"too far apart for {names}, which the base serves as well: {REMEDY}"
+        doubted = [
+            task.task
+            for task in self.tasks
+            if task.share < SAFE_SHARE and task.verdict == "uncertain"
+        ]
+        if doubted:
+            names = ", ".join(map(repr, doubted))
+            return f"uncertain for {names}: too few examples, or a model that is sure of them all"
+        return ""
 
     def __repr__(self) -> str:
         facts = [f"{task.task}: {task.rise:.3g} nats, {task.verdict}" for task in self.tasks]

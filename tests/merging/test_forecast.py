@@ -148,8 +148,9 @@ def test_weak_precisions_call_nothing_safe() -> None:
         for structure in ("kron", "gram"):
             posterior = blr.fit_laplace(task, structure=structure, prior_precision=1.0)
             job = job_of(base, [model], [posterior], method="task_arithmetic", scale=0.9)
-            (actual,) = forecast(make_plan(job), progress=False).tasks
-            assert actual.verdict == verdict
+            prediction = forecast(make_plan(job), progress=False)
+            assert prediction.tasks[0].verdict == verdict
+            assert ("too few examples" in prediction.note) == (verdict == "uncertain")
     vanished = {name: torch.full_like(h, 1e-6) for name, h in model.state_dict().items()}
     job = job_of(base, [model], [vanished], method="task_arithmetic", scale=0.9)
     (actual,) = forecast(make_plan(job), progress=False).tasks
