@@ -31,8 +31,8 @@ Balanced, all models count alike in the damping, and the larger d, the nearer is
 average. Damped by their own means instead, the models would be weighed by the sizes of their
 precisions: a model that is sure of its data has hardly any. Without d, whole factors are better on
 some networks and worse than the average on others, which only data can tell. Without precisions,
-the average is chosen. The settings were selected on seeds 11 and 12 of the networks of
-``python -m benchmarks.merging.contest``, on digits and on MiniLM; the contest reports other seeds.
+the average is chosen. The settings were selected among some hundred, on seeds 11 and 12 of the
+networks of ``python -m benchmarks.merging.contest``, on a seed of digits and on MiniLM.
 """
 
 from __future__ import annotations
