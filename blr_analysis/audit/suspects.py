@@ -78,7 +78,9 @@ def _worst(table: pd.DataFrame, *, has_sizes: bool) -> dict[str, Any]:
     """
     columns = {"index": table["index"], "kind": table["kind"], **answers(table, "proposed")}
     columns["loss"] = short(table["loss"])
-    columns["at the end"] = short(table["training_loss"])
+    has_checkpoints = not table["loss"].equals(table["training_loss"])  # "loss" averages over them
+    if has_checkpoints:
+        columns["at the end"] = short(table["training_loss"])
     if has_sizes:
         columns["left-out loss"] = short(table["left_out_loss"])
     kinds = table["kind"].tolist()
