@@ -69,8 +69,8 @@ def regions(memory: MemoryMap) -> Section:
     lead = (
         f"Prediction error above {two_digits(memory.error_threshold)} counts as poorly fitted, "
         f"prediction variance above {two_digits(memory.variance_threshold)} as little support. "
-        f"These are quantiles of the data: {share_of_errors:.0%} and {share_of_variances:.0%} "
-        "lie above them for any model."
+        f"The bounds are quantiles of these data: for any model, {share_of_errors:.0%} of the "
+        f"examples have a larger error, and {share_of_variances:.0%} a larger variance."
     )
     notes = []
     largest = ", ".join(map(str, extremes(memory, SHOWN)))

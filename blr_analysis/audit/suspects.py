@@ -141,11 +141,11 @@ def influential(findings: Findings) -> Section:
     if ranks_only(findings.posterior):
         lead = "In order; how far the model would move without them is not measured yet."
     elif measure == "self_influence":
-        lead = "Their own loss would rise this far without them (to first order)."
+        lead = "Left out of the training, each has a loss that is this much larger (first order)."
     elif findings.task.likelihood.is_classification:
-        lead = "Their own prediction would move this far without them (0 to 2)."
+        lead = "Left out of the training, each changes its own prediction this much (0 to 2)."
     else:
-        lead = "Their own prediction would move this far without them (in its own units)."
+        lead = "Left out of the training, each changes its own prediction this much (in its units)."
     return Section("Most influential examples", lead, columns)
 
 
