@@ -93,6 +93,7 @@ class Method:
         effects = {
             **dict.fromkeys(CURVED, self.uses_precisions),
             **dict.fromkeys(SELECTING, False),
+            **dict.fromkeys(OF_MERGEKIT, False),
             "base_precision": self.uses_base_precision,
             "delta": self.uses_base_precision,
             "density": thins,
@@ -109,6 +110,7 @@ class Method:
 
 # Arguments of the methods of :mod:`.selections`, and of those that use precisions.
 SELECTING = ("t", "epsilon", "gamma", "select_topk", "r", "alpha")
+OF_MERGEKIT = ("eps", "max_iter", "tol")  # parameters of its means on spheres
 CURVED = ("precisions", "n_data", "missing_precision", "shrink", "power", "damping")
 
 

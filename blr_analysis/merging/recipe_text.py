@@ -188,9 +188,9 @@ class Parameters(ModelParameters):
     nuslerp_row_wise: Literal[False] | None = None
     filter_wise: Literal[False] | None = None
     normalize_weights: Literal[True] | None = None  # multislerp's
-    eps: Any = None  # multislerp's; means on spheres are exact here
-    max_iter: Any = None  # karcher's
-    tol: Any = None  # karcher's
+    eps: Any = None  # mergekit's multislerp and karcher have these; a note says that they are
+    max_iter: Any = None  # without effect here
+    tol: Any = None
 
 
 class Entry(Section):

@@ -364,6 +364,12 @@ def test_slerp_by_weights(read: Read) -> None:
     assert recipe.notes == ("slerp has no t: it is the second model's share of the weights",)
 
 
+def test_settings_of_mergekits_means_are_noted(read: Read) -> None:
+    recipe = read(f"merge_method: karcher\nparameters: {{max_iter: 9, tol: 1e-4}}\n{BOTH}")
+    expected = tuple(f"{name} has no effect on karcher" for name in ("max_iter", "tol"))
+    assert recipe.notes == expected
+
+
 def test_an_older_word_for_filter(read: Read) -> None:
     rules = "{weight: [{pattern: mlp, value: 3}, {value: 1}]}"
     first, _ = read(f"{HEAD}{BOTH}parameters: {rules}").job.members
