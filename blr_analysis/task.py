@@ -133,6 +133,7 @@ class Task:
             alphabet. In a ``datasets.Dataset``, name the column that the model calls ``labels``,
             unless it has that name or ``label``. Columns of words, and columns that a transformers
             model does not take, are metadata. Rows of unequal length are padded as in its Trainer.
+            A data set with a transform gives what the transform returns, without metadata.
 
     Raises:
         DataError: empty or iterable-style data, samplers that subset or reweight, a dataset that

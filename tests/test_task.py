@@ -299,6 +299,30 @@ def test_masks_and_weights_that_are_series() -> None:
         of(FRAME, nn.Linear(3, 3), weights=weights.set_axis(range(7, 31)))
 
 
+def test_a_transform_makes_the_examples() -> None:
+    """Another factor of it is other data, which no fingerprint shows."""
+    datasets = pytest.importorskip("datasets")
+    x = torch.randn(6, 2, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(6) % 3
+    factors = [3.0]
+
+    def transform(rows: Any) -> Any:
+        return {"input": torch.tensor(rows["x"]) * factors[0], "labels": torch.tensor(rows["y"])}
+
+    data = datasets.Dataset.from_dict({"x": x.tolist(), "y": labels.tolist()})
+    data = data.with_transform(transform)
+    task = blr.Task(nn.Linear(2, 3), data)
+    before = task.examples.sha256({})
+    batch = task.fetch(torch.arange(6))
+    torch.testing.assert_close(batch["input"], 3 * x)
+    assert torch.equal(batch["labels"], labels)
+    factors[0] = 2.0
+    assert task.examples.sha256({}) != before
+    assert task.examples.mark({}) is None
+    with pytest.raises(InputError, match="leave target='y' out"):
+        blr.Task(nn.Linear(2, 3), data, target="y")
+
+
 def test_datasets_and_logits_in_a_dict() -> None:
     datasets = pytest.importorskip("datasets")
     model = nn.Linear(3, 2)

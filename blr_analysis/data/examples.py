@@ -108,7 +108,7 @@ class Examples:
 
         It rests on the ``mark`` of texts that this package read from a file, and on the
         fingerprint of a ``datasets.Dataset`` with the sizes and times of its files. None for other
-        data, and where the user's collate function makes the batches.
+        data, and where a transform or collate function of the user makes the examples.
         """
         mark = mark_of(self.dataset)
         is_datasets_own = getattr(self.collate, "__self__", None) is self.dataset
@@ -200,10 +200,18 @@ def mark_of(dataset: Any) -> str | None:
     if isinstance(mark, str):
         return mark
     fingerprint = getattr(dataset, "_fingerprint", None)  # of a datasets.Dataset
-    if not isinstance(fingerprint, str):
+    if not isinstance(fingerprint, str) or has_transform(dataset):
         return None
     files = [Path(file["filename"]).stat() for file in getattr(dataset, "cache_files", ())]
     return f"{fingerprint} {[(file.st_size, file.st_mtime_ns) for file in files]}"
+
+
+def has_transform(dataset: Any) -> bool:
+    """Whether a function of the user makes the examples of a ``datasets.Dataset``.
+
+    What the function does may change, and the data set's fingerprint does not show it.
+    """
+    return dataset.format["type"] == "custom"
 
 
 def content_of_rows(batch: Sequence[Tensor]) -> bytes:

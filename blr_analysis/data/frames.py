@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from blr_analysis.checks import some
+from blr_analysis.data.examples import has_transform
 from blr_analysis.data.reading import read_data
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.padding import Padding, aside
@@ -114,7 +115,14 @@ def _read_labels(column: Any, real: Any) -> tuple[Tensor, tuple[str, ...]]:
 def _open_hub_dataset(
     data: Any, target: str | None, model: nn.Module | None, padding: Padding | None
 ) -> Opened:
-    """The label and all columns that the model takes become tensors; all others are metadata."""
+    """The label and all columns that the model takes become tensors; all others are metadata.
+
+    A data set with a transform gives what its transform makes of each row, and no metadata.
+    """
+    if has_transform(data):
+        if target is not None:
+            raise InputError(f"the transform makes the examples: leave target={target!r} out")
+        return Opened(read_data(data, padding), metadata=None)
     label = target or next((name for name in LABEL_NAMES if name in data.column_names), None)
     metadata_names = _metadata_names(data, label, target, model)
     is_words = label is not None and not _is_of_numbers(data.features[label])
