@@ -533,8 +533,9 @@ def _told_apart(task: Task, batch: Any) -> Any:
         return batch
     inputs = batch.get("attention_mask", batch.get("input_ids"))
     labels = batch.get("labels")
-    are_tables = isinstance(inputs, Tensor) and isinstance(labels, Tensor)
-    if not are_tables or inputs.shape != labels.shape:
+    if not isinstance(inputs, Tensor) or not isinstance(labels, Tensor):
+        return batch
+    if inputs.shape != labels.shape:
         return batch
     ignored = getattr(task.likelihood.kind, "ignore_index", None)
     if ignored is None:
