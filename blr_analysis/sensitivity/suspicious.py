@@ -33,7 +33,6 @@ from blr_analysis.task import Task
 FAULT_NAMES = (*FAULTS, NO_FAULT)  # the most suspicious first
 CLOSE = 0.5  # closeness of a duplicate: nearer than half the distance of the tenth neighbour
 LIKELY = 0.5  # probability above which a label is called wrong
-UNLIKELY = 0.01  # probability below which a label is believed
 
 
 @torch.inference_mode(False)  # also where the caller switched it on
@@ -178,11 +177,11 @@ def none_called(suspects: Suspects, kind: Sequence[str]) -> str:
     contradicted = int(suspects.contradicted.sum())
     if contradicted == 0:
         return ""
-    likeliest = float(suspects.wrong.max())
-    if likeliest == 0:
-        reason = "left-out predictions explain labels no better than the classes' shares do"
-    elif likeliest < UNLIKELY:
-        reason = "the predictions along the training fit all labels as they are (learned by heart?)"
+    if float(suspects.wrong.max()) == 0:
+        reason = (
+            "the model's own errors explain them as well as wrong labels do (a weak model, or "
+            "labels learned by heart?)"
+        )
     else:
         reason = "none is more likely wrong than right"
     return f"no label is called wrong ({contradicted} contradicted): {reason}; read the ranking"

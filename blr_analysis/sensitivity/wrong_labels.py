@@ -6,15 +6,17 @@
 
 The model of labels: a share ε of them, at most a half, is wrong and drawn from the other classes. β
 scales the logits f_i. ε and β maximise the likelihood of all labels. Class weights of the training
-shift the logits by log w_c, and this shift is subtracted. If the predictions explain the labels no
-better than the frequencies of classes do (by the Bayesian information criterion), all probabilities
-are 0. With several binary outputs every output has its label, and an example takes its largest
-probability.
+shift the logits by log w_c, and this shift is subtracted. All probabilities are 0 if a simpler
+model explains the labels as well, by the Bayesian information criterion: the frequencies of
+classes, or predictions without wrong labels (ε = 0, with a β of its own), as when a weak model
+errs often. With several binary outputs every output has its label, and an example takes its
+largest probability.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,12 +40,13 @@ def chance_of_wrong_labels(likelihood: Likelihood, outputs: Tensor, targets: Ten
 
     Example:
         >>> from blr_analysis.likelihoods import Categorical
-        >>> y = torch.arange(100) % 2
-        >>> outputs = 4.0 * torch.nn.functional.one_hot(y, 2)
-        >>> y[:5] = 1 - y[:5]
+        >>> y = torch.arange(100) % 4
+        >>> sureness = torch.linspace(1, 10, 100)[:, None]
+        >>> outputs = sureness * torch.nn.functional.one_hot(y, 4)
+        >>> y[-5:] = (y[-5:] + 1) % 4
         >>> chances = chance_of_wrong_labels(Categorical(), outputs, y)
         >>> (chances > 0.5).nonzero().flatten().tolist()
-        [0, 1, 2, 3, 4]
+        [95, 96, 97, 98, 99]
     """
     if isinstance(likelihood.kind, Bernoulli):
         logits = torch.stack([torch.zeros_like(outputs), outputs], -1).flatten(0, 1)
@@ -68,8 +71,6 @@ def _log_weights(likelihood: Likelihood, n_classes: int) -> Tensor:
 
 def _chances(logits: Tensor, labels: Tensor) -> Tensor:
     """P(label is wrong) under the most likely ε and β, ``[N]``, from logits ``[N, C]``."""
-    from scipy.optimize import minimize_scalar  # takes 0.3 s to import
-
     n_labels = len(labels)
     if n_labels == 0:
         return torch.zeros(0, dtype=torch.float64)
@@ -81,26 +82,44 @@ def _chances(logits: Tensor, labels: Tensor) -> Tensor:
         probabilities = (math.exp(log_scale) * logits).softmax(1)
         return probabilities.gather(1, labels[:, None]).squeeze(1)
 
-    def negative_log_likelihood(log_scale: float) -> float:
-        _, log_likelihood = _likeliest_rate(label_probabilities(log_scale), n_other_classes)
-        return -log_likelihood
+    def with_wrong_labels(log_scale: float) -> float:
+        return _likeliest_rate(label_probabilities(log_scale), n_other_classes)[1]
 
-    minimum: Any = minimize_scalar(
-        negative_log_likelihood,
-        bounds=LOG_SCALES,
-        method="bounded",
-        options={"xatol": LOG_SCALE_TOLERANCE},
-    )
-    p = label_probabilities(float(minimum.x))
+    def without_wrong_labels(log_scale: float) -> float:
+        return _log_likelihood(label_probabilities(log_scale))
+
+    log_scale = _likeliest_log_scale(with_wrong_labels)
+    p = label_probabilities(log_scale)
     rate, log_likelihood = _likeliest_rate(p, n_other_classes)
     frequencies = counts.double() / n_labels
-    log_likelihood_of_frequencies = float(frequencies[labels].log().sum())
-    penalty = math.log(n_labels)  # two parameters more, ½ log N each
-    if log_likelihood <= log_likelihood_of_frequencies + penalty:
+    penalty = 0.5 * math.log(n_labels)  # for each parameter that a simpler model does without
+    best_of_simpler_models = max(
+        _log_likelihood(frequencies[labels]) + 2 * penalty,
+        without_wrong_labels(_likeliest_log_scale(without_wrong_labels)) + penalty,
+    )
+    if log_likelihood <= best_of_simpler_models:
         return torch.zeros_like(p)
     wrong = rate * (1 - p) / n_other_classes
     right = (1 - rate) * p
     return wrong / (right + wrong).clamp_min(torch.finfo(p.dtype).tiny)
+
+
+def _log_likelihood(p: Tensor) -> float:
+    """Σ log p_i; finite where some p_i are 0."""
+    return float(p.clamp_min(torch.finfo(p.dtype).tiny).log().sum())
+
+
+def _likeliest_log_scale(log_likelihood: Callable[[float], float]) -> float:
+    """The log β of the largest log likelihood."""
+    from scipy.optimize import minimize_scalar  # takes 0.3 s to import
+
+    minimum: Any = minimize_scalar(
+        lambda log_scale: -log_likelihood(log_scale),
+        bounds=LOG_SCALES,
+        method="bounded",
+        options={"xatol": LOG_SCALE_TOLERANCE},
+    )
+    return float(minimum.x)
 
 
 def _likeliest_rate(p: Tensor, n_other_classes: int) -> tuple[float, float]:
@@ -123,4 +142,4 @@ def _likeliest_rate(p: Tensor, n_other_classes: int) -> tuple[float, float]:
         else:
             high = middle
     rate = (low + high) / 2
-    return rate, float(mixture(rate).log().sum())
+    return rate, _log_likelihood(mixture(rate))

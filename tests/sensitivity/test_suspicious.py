@@ -269,6 +269,15 @@ def test_a_class_that_no_example_has_is_not_proposed(absent: int) -> None:
     torch.testing.assert_close(proposed, 3 - absent - y[present])  # the other class that is there
 
 
+def test_right_labels_are_not_called_wrong_by_chance() -> None:
+    """Labels drawn from a weak model's own probabilities: its errors are no wrong labels."""
+    for seed in range(8):
+        g = torch.Generator().manual_seed(seed)
+        logits = 2 * torch.randn(200, 2, generator=g, dtype=torch.float64)
+        labels = torch.multinomial(logits.softmax(1), 1, generator=g).flatten()
+        assert float(chance_of_wrong_labels(blr.Categorical(), logits, labels).max()) == 0
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.05, 0.2])
 def test_as_many_labels_are_wrong_as_the_chances_say(rate: float) -> None:
     """Labels drawn by the very model of the chances, from predictions that are too sure."""
@@ -312,8 +321,8 @@ def test_losses_side_by_side_have_no_weights() -> None:
 @pytest.mark.parametrize(
     ("n", "every", "steps", "reason"),
     [
-        (100, 1, 3, "than the classes' shares"),
-        (300, 10, 100, "learned by heart"),
+        (100, 1, 3, "own errors explain them"),
+        (300, 10, 100, "own errors explain them"),
         (600, 10, 20, ""),
     ],
 )
