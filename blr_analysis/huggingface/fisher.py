@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -333,8 +333,9 @@ class FisherSettings:
             labels = _classes_of(loaded, table, name, place)
             label_columns = (name,)
         texts = read_tokens(loaded, table, place, self.text, length, labels)
-        texts.tokens.rows.sort(key=lambda row: len(row["input_ids"]))
-        return FisherRows(texts.tokens, n_data, texts.columns + label_columns)
+        shortest_first = sorted(texts.tokens.rows, key=lambda row: len(row["input_ids"]))
+        tokens = replace(texts.tokens, rows=shortest_first, mark=None)
+        return FisherRows(tokens, n_data, texts.columns + label_columns)
 
     def fit(self, task: Task, sums: dict[str, Unfinished]) -> Posterior:
         """The posterior whose data part is the Fisher.
