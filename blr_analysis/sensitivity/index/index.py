@@ -95,8 +95,7 @@ class Index:
 
         Under ``torchrun`` the ranks share the files, 256 examples each, in a folder that all see.
         A posterior that another number of ranks fitted in float32 has the same exact influence up
-        to rounding. That of the index differs by its error at most, because the order of sums turns
-        eigenvectors of equal eigenvalues.
+        to rounding. That of the index may differ more.
 
         Raises:
             PosteriorError: a posterior of another model, number of examples or structure.
