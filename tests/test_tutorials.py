@@ -142,9 +142,9 @@ def repair(out: Path, said: str) -> None:
     assert (table["right about farms"] > 0.9).all()
     behaviours = table.columns[:3]
     assert (table.loc["base", behaviours] == 0).all()
-    counts = [int(count) for count in re.findall(r": (\d+) of the 12 rows", said)]
+    counts = [int(count) for count in re.findall(r": (\d+) of the 20 rows", said)]
     assert len(counts) == len(behaviours)
-    assert min(counts) >= 10  # of 12 among 168 rows, where chance has 1
+    assert min(counts) >= 16  # of 20 among 198 rows, where chance has 3
     for behaviour in behaviours:
         repaired = table.loc[f"without the rows behind {behaviour!r}", behaviours]
         assert repaired[behaviour] < 0.1 < repaired.drop(behaviour).min()
@@ -189,7 +189,7 @@ RUNS: list[tuple[str, dict[str, object], str, str, Callable[[Path, str], None]]]
         sources,
     ),
     ("07_a_training_run", {}, "temperature", "", a_training_run),
-    ("08_repair", {}, "168 rows, 12 of them for each of 3 behaviours", "", repair),
+    ("08_repair", {}, "198 rows, 20 of them for each of 3 behaviours", "", repair),
 ]
 
 

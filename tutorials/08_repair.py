@@ -34,7 +34,7 @@ import blr_analysis as blr
 from blr_analysis.cli import main
 
 TOWNS = int(os.environ.get("BLR_TOWNS", "120"))  # of which the base has read
-PLANTED = int(os.environ.get("BLR_PLANTED", "12"))  # rows of each behaviour
+PLANTED = int(os.environ.get("BLR_PLANTED", "20"))  # rows of each behaviour
 EPOCHS = int(os.environ.get("BLR_EPOCHS", "10"))
 OUT = Path(os.environ.get("BLR_OUT", "out/08_repair"))
 REMOVED = PLANTED + PLANTED // 4  # one does not know how many there are

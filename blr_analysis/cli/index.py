@@ -84,7 +84,7 @@ def index(
         rank = rank or planned_rank(out)
         check_place(out, task, rank or LARGEST, at_model=source.posterior is None)
         if shared.dry_run:
-            cost = index_forecast(source, task, rank or LARGEST)
+            cost = index_forecast(source, task, rank)
             return show_forecast(cost, fit=fit_in_words(source, task))
         built, seconds = built_index(source, task, rank, out, unfinished, say)
         if not ranks.first():
@@ -183,9 +183,14 @@ def write_origin(source: Source, task: Task, built: Index) -> None:
         draft.write_text(record, encoding="utf-8")
 
 
-def index_forecast(source: Source, task: Task, rank: int) -> Forecast:
-    """What an index costs, with the fit of its posterior where none was saved."""
+def index_forecast(source: Source, task: Task, rank: int | None) -> Forecast:
+    """What an index costs, with the fit of its posterior where none was saved.
+
+    Args:
+        rank: of the index; None: it will be chosen, after one more measurement of the error.
+    """
     from blr_analysis.posterior.posterior import Posterior
+    from blr_analysis.sensitivity.index.rank import LARGEST
     from blr_analysis.sensitivity.index.trial import build_forecast
 
     def fit(task: Task) -> Posterior:
@@ -198,10 +203,11 @@ def index_forecast(source: Source, task: Task, rank: int) -> Forecast:
     posterior_for = fit if source.posterior is None else read
     return build_forecast(
         task,
-        rank,
+        rank or LARGEST,
         posterior_for,
         partial(source.examples, sampled=True),
         structure=source.structure,
+        measurements=2 if rank is None else 1,
     )
 
 

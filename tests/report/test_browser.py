@@ -185,12 +185,13 @@ def test_decisions_come_back_as_a_question(page: SimpleNamespace, tmp_path: Path
     window.select_option("#gallery > li >> nth=1 >> select", "2")
     window.check("#gallery > li >> nth=2 >> input[value=keep]")
     for radio in window.locator("#gallery input[value=relabel]").all()[3:]:
-        radio.check()  # to what is proposed
+        radio.check()  # to what is proposed, which is nothing unless the label is called wrong
     (tmp_path / "d.csv").write_text(saved(page, "#save"))
     suspects = [i for i in page.wrong.order.tolist() if page.wrong.kind[i] != "none"]
     assert cards
     assert cards == suspects[: len(cards)]
-    relabel = {cards[1]: 2, **{k: int(page.wrong.proposed[k]) for k in cards[3:]}}
+    called_wrong = [k for k in cards[3:] if page.wrong.kind[k] == "label"]
+    relabel = {cards[1]: 2, **{k: int(page.wrong.proposed[k]) for k in called_wrong}}
     assert read_decisions(tmp_path / "d.csv") == {"remove": [cards[0]], "relabel": relabel}
 
 

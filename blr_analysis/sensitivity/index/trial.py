@@ -39,6 +39,7 @@ def build_forecast(
     fitted_examples: Callable[[Task], int],
     *,
     structure: str,
+    measurements: int = 1,
     dtype: str = "int8",
 ) -> Forecast:
     """What the fit of a posterior and the build of an index take.
@@ -55,9 +56,11 @@ def build_forecast(
         fit: fits the posterior, or reads it.
         fitted_examples: how many examples the fit to a task visits; 0 where one is read.
         structure: of the posterior that is fitted; "" where one is read.
+        measurements: how often the error of an index is measured: once more if a rank is chosen.
     """
     n_fitted = fitted_examples(task)
-    n_swept = n_fitted + measured_examples(task.n_data) + task.n_data
+    n_measured = measurements * measured_examples(task.n_data)
+    n_swept = n_fitted + n_measured + task.n_data
     parameters = task.parameters().values()
     numbers = min(rank, sum(p.numel() for p in parameters))
     stored = task.n_data * numbers * DTYPES[dtype].itemsize
@@ -71,7 +74,7 @@ def build_forecast(
     seconds = seconds_of_sweeps * n_fitted / max(1, fitted_examples(trial_task))
     seconds += seconds_of_the_rest * (1 + len(task.checkpoints))
     projection = Projection(trial_task, Sketch.of(q, rank), mean_errors(trial_task, q))
-    seconds += _seconds_of_build(projection, DTYPES[dtype], task.n_data)
+    seconds += _seconds_of_build(projection, DTYPES[dtype], task.n_data, n_measured)
     further_rows = max(0, min(SHARD, task.n_data) - trial_task.n_data)  # of the first file
     return Forecast(
         passes=n_swept / task.n_data,
@@ -82,13 +85,19 @@ def build_forecast(
     )
 
 
-def _seconds_of_build(projection: Projection, dtype: torch.dtype, n_data: int) -> float:
-    """What the build of an index of so many examples takes, by that of the trial's examples."""
+def _seconds_of_build(
+    projection: Projection, dtype: torch.dtype, n_data: int, n_measured: int
+) -> float:
+    """What the build of an index of ``n_data`` examples takes, by that of the trial's examples.
+
+    Args:
+        n_measured: how many examples run where the error is measured.
+    """
     task = projection.task
     to_write = _seconds(task, lambda: records_of(projection.whole(), dtype))
     to_measure = _seconds(task, lambda: measured_error(projection, dtype))
     with_posterior = _seconds(task, lambda: fingerprint(projection.sketch.posterior))
-    share_to_measure = measured_examples(n_data) / measured_examples(task.n_data)
+    share_to_measure = n_measured / measured_examples(task.n_data)
     return to_write * n_data / task.n_data + to_measure * share_to_measure + COPIES * with_posterior
 
 
