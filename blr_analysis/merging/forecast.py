@@ -181,7 +181,7 @@ def forecast(plan: MergePlan, progress: bool | None = None) -> MergeForecast:
     Raises:
         InputError: a model without a precision, whatever the method, or models whose tables of
             tokens differ.
-        BLRError: as :func:`blr_analysis.merge`.
+        blr_analysis.BLRError: as :func:`blr_analysis.merge`.
 
     Example:
         >>> from blr_analysis.merging.job import job_of

@@ -94,7 +94,8 @@ class Job:
         select_topk: SCE: the share of entries that stay.
         r, alpha: RAM+: how much a task's own entries grow with its overlap, and up to which
             overlap.
-        tasks: the models' data, in place of precisions (:mod:`.propagation`).
+        tasks: the models' data, in place of precisions: RegMean++, each layer behind the merged
+            ones.
         tokenizer_source: for models in folders: ``"base"``, ``"union"``, or the folder of a
             tokenizer. Rows of tokens are then merged by their words, and models borrow the rows
             that they lack. None: rows are merged by their number, and the tokenizer is the first
