@@ -150,7 +150,7 @@ class StructuredOptimizer(RowOptimizer):
 
 class NoisyKFAC(StructuredOptimizer):
     """Noisy K-FAC: S = N · A ⊗ G / T of every layer, from the factors that
-    :class:`blr_analysis.posterior.recorder.KroneckerRecorder` averages over the training's own passes.
+    :class:`blr_analysis.posterior.recorder.KroneckerRecorder` averages over the training's passes.
 
     Args as :class:`StructuredOptimizer`.
 
