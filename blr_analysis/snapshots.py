@@ -17,11 +17,14 @@ from torch import Tensor, nn
 
 from blr_analysis.checks import bare_name, instance, some
 from blr_analysis.errors import InputError, ModelError, StorageError
-from blr_analysis.files import Folder
+from blr_analysis.files import Folder, drafted
+from blr_analysis.files.headers import read_record, record_text
 from blr_analysis.ranks import whole
 
 PARTS = (1 / 8, 1 / 4, 1 / 2)  # of the steps up to the model's weights
 CHECKPOINT = re.compile(r"checkpoint-(\d+)|step-(\d+)\.safetensors")
+WEIGHTS = "weights.json"  # beside a run's snapshots: numbers of the weights at its saves and end
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of saved weights
 State = dict[str, Tensor]
 
 
@@ -69,6 +72,61 @@ class Snapshots:
     def __iter__(self) -> Iterator[State]:
         for place, source in enumerate(self._sources):
             yield checked_state(read(source), self._model, f"checkpoints[{place}]")
+
+
+def note_weights(run: Path, model: nn.Module, step: int) -> None:
+    """Note some numbers of a model's weights after a step, in the folder of its run.
+
+    What was noted of this step and later ones is dropped: it is of a training before this one.
+    """
+    file = run / WEIGHTS
+    noted = read_record(file) if file.is_file() else {}
+    steps = {earlier: numbers for earlier, numbers in noted.items() if int(earlier) < step}
+    steps[str(step)] = _numbers_of(model)
+    with drafted(file) as draft:
+        draft.write_text(record_text(steps), encoding="utf-8")
+
+
+def noted_step(run: Path, model: nn.Module) -> int | None:
+    """The step of a run after which it had a model's weights; None where nothing tells.
+
+    Weights that were rounded to half precision since are recognised too.
+
+    Raises:
+        InputError: the run had none of these weights at its saves and its end.
+    """
+    file = run / WEIGHTS
+    if not file.is_file():
+        return None
+    present = _numbers_of(model)
+    steps = read_record(file)
+    for step in sorted(steps, key=int, reverse=True):
+        noted = steps[step]
+        known = noted.keys() & present.keys()
+        if not known:
+            return None
+        then = torch.tensor([noted[name] for name in known], dtype=torch.float64)
+        now = torch.tensor([present[name] for name in known], dtype=torch.float64)
+        if any(torch.equal(then.to(dtype).double(), now) for dtype in DTYPES):
+            return int(step)
+    raise InputError(
+        f"{str(run)!r} was recorded by another training than that of these weights: remove it, "
+        "or give checkpoints= and recipe= of their own"
+    )
+
+
+def _numbers_of(model: nn.Module) -> dict[str, list[float]]:
+    """The first, middle and last number of every trained parameter, by all its plain names."""
+    names = _plain_names(model)
+    numbers = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or parameter.numel() == 0:
+            continue
+        flat = parameter.detach().flatten()
+        places = [0, len(flat) // 2, len(flat) - 1]
+        for plain_name in names[name]:
+            numbers[plain_name] = flat[places].tolist()
+    return numbers
 
 
 def thinned(steps: Sequence[int], end: int) -> list[int]:
@@ -136,6 +194,8 @@ def _in_folder(path: Path, model: nn.Module) -> list[Any]:
         return equal(checked_state(tensors, model, f"checkpoint-{step}"), last)
 
     end = next((step for step in reversed(steps) if has_last_weights(step)), None)
+    if end is None:
+        end = noted_step(path, model)
     if end is None:  # the training went on after the last checkpoint
         are_at_powers_of_two = checkpoints[steps[-1]].is_file()
         end = 2 * steps[-1] if are_at_powers_of_two else steps[-1] + 1

@@ -31,6 +31,7 @@ from blr_analysis.posterior.capture import from_optimizer, reader_of, unwrap
 from blr_analysis.recipe import Recipe
 from blr_analysis.runs import POSTERIOR, READING, RECIPE, RUN
 from blr_analysis.sensitivity import Monitor
+from blr_analysis.snapshots import note_weights
 from blr_analysis.task import Task
 
 # Arguments of the Trainer whose effect a recipe does not repeat.
@@ -138,11 +139,13 @@ class CheckpointsCallback(RecordedTraining, TrainerCallback):
             folder=folder,
         )
         if self.checkpoints is not None and self.checkpoints.folder is not None:
-            file = self.checkpoints.folder / READING
-            file.unlink(missing_ok=True)
+            run = self.checkpoints.folder
+            for name in (READING, RECIPE, POSTERIOR):
+                (run / name).unlink(missing_ok=True)
+            self._note_weights(state.global_step)
             reading = reading_of(args, **kwargs)
             if reading:
-                _write_record(reading, file)
+                _write_record(reading, run / READING)
         recordings = self.checkpoints.recordings if self.checkpoints is not None else None
         recorded = _checkpoint_folder(args, state) / RECORDED
         if recordings is not None and state.global_step > 0 and recorded.exists():
@@ -172,6 +175,12 @@ class CheckpointsCallback(RecordedTraining, TrainerCallback):
         rate_factors = self.rate_factors(state.global_step)
         recipe = _recipe(args, state, state.global_step, recorded_factors=rate_factors, **kwargs)
         _write_recipe(recipe, folder)
+        self._note_weights(state.global_step)
+
+    def _note_weights(self, step: int) -> None:
+        """Note in the folder of the run that the model has these weights after a step."""
+        if self.checkpoints is not None and self.checkpoints.folder is not None:
+            note_weights(self.checkpoints.folder, self.checkpoints.model, step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the recipe of the weights that the Trainer ends with."""
@@ -183,6 +192,8 @@ class CheckpointsCallback(RecordedTraining, TrainerCallback):
         self.end(recipe)
         if self.checkpoints is not None and self.checkpoints.folder is not None:
             _write_recipe(recipe, self.checkpoints.folder)
+        if step == state.global_step:  # an earlier one was noted when it was saved
+            self._note_weights(step)
 
 
 def _checkpoint_folder(args: Any, state: Any) -> Path:

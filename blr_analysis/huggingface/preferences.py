@@ -106,7 +106,7 @@ def preference_task(
         InputError: the model before training is not known.
         DataError: as :func:`~blr_analysis.huggingface.questions.language_task`.
     """
-    training = training_of(loaded.folder)
+    training = training_of(loaded.folder, loaded.model)
     model_before = _model_before(loaded.model, training.get("recipe"))
     columns = [name for name in ("prompt", *PAIR) if name in table]
     words, rows = _encoded_rows(loaded, table[columns].to_dict("records"), places_of(table, place))

@@ -133,7 +133,7 @@ def language_task(
         read_length(loaded, max_length)
     if beta is not None:
         positive_number("beta", beta)
-    reading = reading_in(loaded.folder)
+    reading = reading_in(loaded.folder, loaded.model)
     if eos is None:
         eos = reading.get("eos", False)
     if eos:
@@ -157,7 +157,7 @@ def language_task(
     texts = read_tokens(loaded, table, place, text, max_length, on_demand=is_unchanged)
     tokens = replace(texts.tokens, mark=current_mark)
     metadata = metadata_of(table, texts.columns, texts.words)
-    return tokens.task(loaded, metadata=metadata, **training_of(loaded.folder))
+    return tokens.task(loaded, metadata=metadata, **training_of(loaded.folder, loaded.model))
 
 
 def with_end_token(loaded: Pretrained) -> Pretrained:

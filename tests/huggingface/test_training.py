@@ -190,7 +190,8 @@ def test_a_callback_writes_checkpoints_and_recipe(tmp_path: Path) -> None:
     written = read_record(tmp_path / "_run" / "recipe.json")
     assert written == recipe_of_way(model)
     names = {p.name for p in (tmp_path / "_run").iterdir()}
-    assert names == {"recipe.json", *(f"step-{k:08d}.safetensors" for k in (0, 2, 4, 8))}
+    snapshots = {f"step-{k:08d}.safetensors" for k in (0, 2, 4, 8)}
+    assert names == {"recipe.json", "weights.json", *snapshots}
     uninterrupted = callback.checkpoints.posterior(n_data=N).run  # type: ignore[union-attr]
     resumed = prepared(tmp_path, bert(), callback, **WAY)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
@@ -207,7 +208,7 @@ def test_a_trainers_folder_tells_checkpoints_and_recipe(
     expected = recipe_of_way(model)
     assert (tmp_path / "checkpoint-4" / "training_args.bin").exists()  # a pickle
     monkeypatch.setattr("torch.load", lambda *_, **__: pytest.fail("a pickle is read"))
-    task = blr.Task(model.eval(), DATA, **training_of(tmp_path))
+    task = blr.Task(model.eval(), DATA, **training_of(tmp_path, model))
     assert task.recipe is not None
     assert task.recipe.record == expected
     assert task.recipe.initial is not None
@@ -219,14 +220,52 @@ def test_a_trainers_folder_tells_checkpoints_and_recipe(
     half = bert()
     half.load_state_dict(load_file(tmp_path / "checkpoint-8" / "model.safetensors"))
     assert blr.Task(half, DATA, checkpoints=tmp_path).recipe.epochs == 4  # type: ignore[union-attr]
-    early = training_of(tmp_path / "checkpoint-4")
+    quarter = bert()
+    quarter.load_state_dict(load_file(tmp_path / "checkpoint-4" / "model.safetensors"))
+    early = training_of(tmp_path / "checkpoint-4", quarter)
     assert early["recipe"].epochs == 2
     assert early["checkpoints"] == tmp_path / "_run"
     assert read_precision_record(tmp_path / "checkpoint-4/precision")["recipe"]["epochs"] == 2
     shutil.rmtree(tmp_path / "_run")  # as without the callback
-    assert training_of(tmp_path) == {"checkpoints": tmp_path}
+    assert training_of(tmp_path, model) == {"checkpoints": tmp_path}
     (tmp_path / "checkpoint-4" / "model.safetensors").unlink()  # as of those that are pickled
-    assert training_of(tmp_path) == {}
+    assert training_of(tmp_path, model) == {}
+
+
+class Killed(TrainerCallback):
+    """The process dies after the first step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_a_run_is_told_from_another_one_in_its_folder(tmp_path: Path) -> None:
+    model = bert()
+    prepared(tmp_path, model, CheckpointsCallback(), **WAY).train()
+    run = tmp_path / "_run"
+    rounded = bert().bfloat16()
+    rounded.load_state_dict(model.state_dict())
+    for same_training in (model, rounded, rounded.float()):
+        assert training_of(tmp_path, same_training)["checkpoints"] == run
+    saved = bert()
+    saved.load_state_dict(load_file(tmp_path / "checkpoint-8" / "model.safetensors"))
+    before = [load_file(run / f"step-{step:08d}.safetensors") for step in (2, 4)]
+    found = blr.Task(saved, DATA, checkpoints=run).checkpoints
+    for state, expected in zip(found, before, strict=True):
+        assert all(torch.equal(value, expected[name]) for name, value in state.items())
+
+    again = bert()
+    prepared(tmp_path, again, **WAY | {"lr_scheduler_type": "linear"}).train()
+    with pytest.warns(UserWarning, match="recorded by another training"):
+        assert training_of(tmp_path, again) == {}
+    for folder in (run, tmp_path):
+        with pytest.raises(InputError, match="recorded by another training.*remove it"):
+            blr.Task(again, DATA, checkpoints=folder)
+
+    with pytest.raises(KeyboardInterrupt):
+        prepared(tmp_path, bert(), CheckpointsCallback(), Killed(), **WAY).train()
+    with pytest.warns(UserWarning, match="recorded by another training"):
+        assert training_of(tmp_path, model) == {}
 
 
 def test_a_language_models_folder_is_a_task_with_its_training(tmp_path: Path) -> None:
