@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from blr_analysis.audit.findings import Findings
 from blr_analysis.audit.section import Section, percent, two_digits
 from blr_analysis.posterior import Posterior
@@ -11,7 +9,6 @@ from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.posterior.notes import SATURATED, note_of_drawn_labels, note_of_recipe
 from blr_analysis.posterior.recognition import warning_of_other_weights
 from blr_analysis.posterior.stationarity import with_stationarity
-from blr_analysis.sensitivity.training_errors import losses_at
 from blr_analysis.task import Task
 
 DIAGONAL = (
@@ -44,8 +41,7 @@ def trust(
     minimum = posterior.stationarity
     assert minimum is not None
     lead = f"{how_it_was_trained(minimum)} {what_holds(posterior, minimum, solver)}"
-    loss = summed_loss(task, posterior, findings)
-    details = [f"{sentence_of(minimum, loss)}.", *notes_on_posterior(posterior)]
+    details = [f"{sentence_of(minimum)}.", *notes_on_posterior(posterior)]
     if solver in TRAINERS and groups_are_sizes(findings):
         details.append(TRAINED)
     if findings is not None:
@@ -84,27 +80,9 @@ def is_scaled_by_a_guess(posterior: Posterior) -> bool:
     return posterior.calibration is None and posterior.temperature != 1.0
 
 
-def summed_loss(task: Task, posterior: Posterior, findings: Findings | None) -> float:
-    """The most by which a step can lower a classifier's loss, summed over all examples: all of it.
-
-    It is infinite for other models, whose loss has no least value.
-    """
-    likelihood = task.likelihood
-    if not likelihood.is_classification or likelihood.is_sequence:
-        return math.inf
-    if findings is not None:
-        return float(findings.loo.losses_before.double().sum())
-    on_task = posterior.on(task)
-    return float(losses_at(task.holding(on_task.buffers), on_task.mean).sum())
-
-
-def sentence_of(minimum: Stationarity, loss: float) -> str:
-    """A sentence, without its full stop, on how far the training ended from the minimum.
-
-    Args:
-        loss: the most by which a step can lower the loss.
-    """
-    if minimum.decrement >= loss:
+def sentence_of(minimum: Stationarity) -> str:
+    """A sentence, without its full stop, on how far the training ended from the minimum."""
+    if not minimum.gain_is_possible:
         return "The loss still falls too steeply to say how far one more step would lower it"
     gain = two_digits(minimum.decrement)
     return f"By this posterior, one more step would lower the summed loss by about {gain}"

@@ -49,6 +49,8 @@ class Stationarity:
         pull: that of one example on average, in nats, see there.
         n_data: N.
         likelihood: the loss of the objective.
+        objective: F(m) in nats, the most that a step can gain, as a sample of the examples tells;
+            None where the loss has no least value of 0, or was not measured.
     """
 
     residual: float
@@ -56,6 +58,12 @@ class Stationarity:
     pull: float
     n_data: int
     likelihood: str = ""
+    objective: float | None = None
+
+    @property
+    def gain_is_possible(self) -> bool:
+        """Whether a step can gain the decrement: no step gains more than the whole objective."""
+        return self.objective is None or self.decrement <= self.objective
 
     @property
     def least_group(self) -> float:
@@ -82,7 +90,9 @@ class Stationarity:
     @property
     def verdict(self) -> str:
         """Whether single examples and groups are as predicted, in one line."""
-        gain = f"a step would gain {self.decrement:.2g} nats"
+        gain = "it falls too steeply to say what a step would gain"
+        if self.gain_is_possible:
+            gain = f"a step would gain {self.decrement:.2g} nats"
         if self.at_minimum:
             return f"at the minimum of this loss ({gain})"
         single = "single examples: ranking only"

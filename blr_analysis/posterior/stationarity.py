@@ -8,6 +8,9 @@ Leaving out a group of examples moves the model by the group's pull, and further
 by the decrement. The two can be told apart where the pull is ten times the decrement. Examples that
 pull independently of each other add up: n of them pull n times as much as one.
 
+Far from a minimum F is no parabola, and the decrement can exceed F(m) itself, the most that any
+step gains where losses are at least 0.
+
 A fit measures both numbers and stores them in its posterior. Where there was no fit, the first
 analysis measures them and stores them beside the posterior, which is not changed.
 """
@@ -126,15 +129,19 @@ def measured(task: Task, q: Posterior, gradient: Tree) -> Measurement:
     g = add(gradient, 1.0, pull_of_prior)
     sum_of_norms = norm(gradient) + norm(pull_of_prior)
     residual = norm(g) / sum_of_norms if sum_of_norms > 0 else 0.0
-    pull, saturated = _pull_and_saturation(task, q)
+    singles = _single_examples(task, q)
+    objective = None
+    if task.likelihood.is_classification:
+        objective = task.n_data * singles.loss + 0.5 * dot(q.prior.gap(q.mean), pull_of_prior)
     numbers = Stationarity(
         residual=residual,
         decrement=gain(q, g),
-        pull=pull,
+        pull=singles.pull,
         n_data=task.n_data,
         likelihood=task.likelihood.recorded,
+        objective=objective,
     )
-    return Measurement(numbers, saturated, ref(task.examples))
+    return Measurement(numbers, singles.saturated, ref(task.examples))
 
 
 def n_single_gradients(task: Task) -> int:
@@ -143,19 +150,37 @@ def n_single_gradients(task: Task) -> int:
     return min(task.n_data, limit)
 
 
-def _pull_and_saturation(task: Task, q: Posterior) -> tuple[float, float]:
-    """The mean of ½ g_iᵀ Σ g_i over a random sample, and the share of it that is saturated."""
+@dataclass(frozen=True)
+class SingleExamples:
+    """Means over a random sample of the examples.
+
+    Attributes:
+        pull: ½ g_iᵀ Σ g_i.
+        loss: ℓ_i.
+        saturated: 1 for a saturated example, 0 for another.
+    """
+
+    pull: float
+    loss: float
+    saturated: float
+
+
+def _single_examples(task: Task, q: Posterior) -> SingleExamples:
+    """The pull, the loss and the saturation of a random sample."""
     order = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(0))
     sample = order[: n_single_gradients(task)].sort().values
     pull = 0.0
+    loss = 0.0
     n_saturated = 0
     sweep = chunks(task.quiet, q.mean, columns=1, indices=sample, label="distance from the minimum")
     for chunk in sweep:
         error = chunk.likelihood.error(chunk.outputs, chunk.targets)
         terms = chunk.terms(error.unsqueeze(1), last=True)
         pull += 0.5 * float(q.form.gram(terms).double().sum())
+        loss += float(chunk.likelihood.nll(chunk.outputs, chunk.targets).double().sum())
         n_saturated += _count_of_saturated(chunk)
-    return pull / len(sample), n_saturated / len(sample)
+    n = len(sample)
+    return SingleExamples(pull / n, loss / n, n_saturated / n)
 
 
 def _count_of_saturated(chunk: Chunk) -> int:

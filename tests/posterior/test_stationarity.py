@@ -81,6 +81,24 @@ def test_the_numbers_against_dense_algebra(structure: str) -> None:
     assert actual.pull == pytest.approx(sum(map(half_square, gradients)) / len(gradients))
     assert actual.least_group == math.ceil(10 * actual.decrement / actual.pull)
     assert stationarity(task, q) == actual
+    summed_loss = nn.functional.cross_entropy(task.model(x).detach(), y, reduction="sum")
+    penalty = DELTA / 2 * (flatten(q.mean) - 0.2).square().sum()
+    assert actual.objective == pytest.approx(float(summed_loss + penalty))
+
+
+def test_a_step_gains_no_more_than_the_loss() -> None:
+    """Wrong labels of a model that is sure: it is flat there, and the loss falls steeply."""
+    x, y = classes(0)
+    model = nn.Linear(4, 3).double()
+    with torch.no_grad():
+        model.weight.mul_(40)
+    y = (model(x).argmax(1) + 1) % 3
+    task = blr.Task(model, (x, y))
+    far = stationarity(task, blr.fit_laplace(task, structure="full", prior_precision=0.01))
+    assert far.decrement > float(nn.functional.cross_entropy(model(x), y, reduction="sum"))
+    assert "too steeply to say what a step would gain" in far.verdict
+    regression = blr.Task(nn.Linear(4, 1).double(), (x, x[:, :1]), likelihood="gaussian")
+    assert stationarity(regression, blr.fit_laplace(regression)).objective is None
 
 
 def test_the_smallest_group_that_is_told_apart() -> None:
