@@ -490,7 +490,9 @@ def test_a_killed_index_does_not_fit_again(
     here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a model that was loaded in another dtype, which a query does not name again."""
-    argv = ("index", "llm", "data.jsonl:train[:5]", "--dtype", "bfloat16", "--out", "killed")
+    rows = Path("data.jsonl").read_text().splitlines()
+    Path("ten.jsonl").write_text("\n".join([*rows, *rows][:10]))  # enough to choose a rank by
+    argv = ("index", "llm", "ten.jsonl", "--dtype", "bfloat16", "--out", "killed")
 
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -504,7 +506,7 @@ def test_a_killed_index_does_not_fit_again(
     code, out, err = run(capsys, *argv)
     assert code == 0, err
     assert not Path("killed.unfinished").exists()
-    assert blr.Index.open("killed").n_data == 5
+    assert blr.Index.open("killed").n_data == 10
     assert "rank 1,024: the smallest" in out + err
     assert planned_rank(Path("killed")) == 1024  # a build that goes on does not choose again
     code, out, err = run(capsys, "query", "killed", "asked.jsonl", "--refine", 3, "--top", 1)
@@ -514,8 +516,9 @@ def test_a_killed_index_does_not_fit_again(
 def test_an_index_of_python_is_asked_with_a_named_model(here: Path, capsys: Any) -> None:
     """It has no record of its model: one line says what is not checked, the answers are equal."""
     asked = ("asked.jsonl", "--refine", 3, "--top", 1, "--model", "llm")
-    code, _, err = run(capsys, "index", "llm", "data.jsonl:train[:5]", "--out", "of_python")
+    code, out, err = run(capsys, "index", "llm", "data.jsonl:train[:5]", "--out", "of_python")
     assert code == 0, err
+    assert "not measured (too few texts)" in out
     asked = (*asked, "--data", "data.jsonl:train[:5]")
     code, expected, err = run(capsys, "query", "of_python", *asked)
     assert code == 0, err

@@ -147,7 +147,7 @@ def chosen_rank(say: Teller, task: Task, posterior: Posterior) -> int:
 
     found = smallest_rank_with_error_below(ROUGH, task, posterior)
     if found is None:
-        return LARGEST
+        return LARGEST  # also where the examples are too few to measure the error
     rank, error = found
     say(
         f"rank {rank:,}: the smallest tried with an error below {ROUGH:g} "
@@ -162,7 +162,7 @@ def say_rank(
     """Say that an index will be rough, and which --rank would be enough."""
     from blr_analysis.sensitivity.index.rank import larger_ranks, rank_with_error_below
 
-    if error.relative_rms <= ROUGH:
+    if not error.relative_rms > ROUGH:
         return
     enough = rank_with_error_below(ROUGH, task, posterior, rank)
     if enough is None:
@@ -231,15 +231,29 @@ def silent(text: str) -> None:
 def show_index(built: Index, out: Path, *, is_of_a_model: bool) -> None:
     """Print what was written, how far it errs, and the next command."""
     error = built.error
+    texts = "texts" if is_of_a_model else "examples"
     questions = "QUESTIONS.jsonl" if is_of_a_model else "SCRIPT.py:TASK"
     pairs(
         {
             "sequences" if is_of_a_model else "examples": f"{built.n_data:,}",
             "covers": built.posterior.coverage,
             "kept": f"{built.numbers:,} numbers of each",
-            "error": f"{error.relative_rms:.3f} of the exact influence; rank correlation with it "
-            f"{error.spearman:.3f}",
+            "error": error_in_words(error, texts),
             "written": out,
             "next": f"blr-analysis query {out} {questions}",
         }
+    )
+
+
+def error_in_words(error: ProjectionError, examples: str) -> str:
+    """How far an index errs.
+
+    Args:
+        examples: what they are called.
+    """
+    if not error.is_measured:
+        return f"not measured (too few {examples})"
+    return (
+        f"{error.relative_rms:.3f} of the exact influence; rank correlation with it "
+        f"{error.spearman:.3f}"
     )

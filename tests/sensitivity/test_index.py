@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 from collections.abc import Callable
 from functools import partial
 from itertools import takewhile
@@ -19,6 +20,7 @@ from tiny_lm import sequences, task_of, tiny_lm
 from transformers.pytorch_utils import Conv1D
 
 import blr_analysis as blr
+from blr_analysis.cli.index import error_in_words
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.sensitivity.index import rank as ranking
 from blr_analysis.sensitivity.index import stored
@@ -473,6 +475,21 @@ def test_the_measured_error_is_that_of_its_pairs(
     assert error.relative_rms == pytest.approx(distance**0.5, rel=1e-6)
     assert error.spearman == pytest.approx(spearmanr(estimate, exact, axis=None)[0])
     assert blr.Index.open(tmp_path / "i").error == error
+
+
+@pytest.mark.parametrize(("n", "is_measured"), [(2, False), (9, False), (10, True)])
+def test_few_pairs_do_not_tell_the_error(n: int, is_measured: bool, tmp_path: Path) -> None:
+    """No rank is chosen by them either."""
+    task = of_layers("linear", n)
+    q = posterior(task)
+    blr.Index.build(task, q, tmp_path / "i", rank=5)
+    error = blr.Index.open(tmp_path / "i").error
+    assert error.pairs == (n // 2) * (n - n // 2)
+    assert error.is_measured == is_measured
+    chosen = smallest_rank_with_error_below(math.inf, task, q)
+    assert (chosen is not None) == is_measured
+    expected = "rank correlation" if is_measured else "not measured (too few texts)"
+    assert expected in error_in_words(error, "texts")
 
 
 def test_energies_add_up_the_influence_of_examples_on_themselves() -> None:

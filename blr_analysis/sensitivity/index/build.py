@@ -7,6 +7,7 @@ is started again, and ends in the same bits.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ from blr_analysis.sensitivity.index.stored import (
     write_shard,
 )
 from blr_analysis.sensitivity.influence.blocks import matrix_of, pieces
-from blr_analysis.sensitivity.influence.results import ProjectionError
+from blr_analysis.sensitivity.influence.results import ENOUGH_PAIRS, ProjectionError
 from blr_analysis.sensitivity.training_errors import mean_errors
 from blr_analysis.task import Task
 
@@ -162,6 +163,8 @@ def measured_errors(projections: Sequence[Projection], dtype: torch.dtype) -> li
     of_rows = [ProbeSketches.zeros(projection.sketch, rows) for projection in projections]
     of_columns = [ProbeSketches.zeros(projection.sketch, columns) for projection in projections]
     exact = _exact_on_probe(projections[0], of_rows, of_columns)
+    if exact.numel() < ENOUGH_PAIRS:
+        return [ProjectionError(math.nan, math.nan, exact.numel()) for _ in projections]
     errors = []
     for training, questions in zip(of_rows, of_columns, strict=True):
         values = values_of(records_of(training.z, dtype), questions.z)

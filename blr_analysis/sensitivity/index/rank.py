@@ -60,14 +60,14 @@ def smallest_rank_with_error_below(
 
     Returns:
         The rank and its error, on the pairs of examples on which :meth:`Index.build` measures it.
-        None if that of the largest is above the limit.
+        None if that of the largest is not below the limit.
     """
     size = sum(mean.numel() for mean in posterior.mean.values())
     ranks = smaller_ranks(largest)
     storing_all = [rank for rank in ranks if rank >= size]
     chosen = None
     for rank, error in errors_of_ranks(task, posterior, ranks[len(storing_all[1:]) :], dtype):
-        if error.relative_rms >= limit:
+        if not error.relative_rms < limit:
             break
         chosen = (rank, error)
     return chosen

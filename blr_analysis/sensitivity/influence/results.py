@@ -26,14 +26,18 @@ Side = tuple[Tensor, Tensor]  # indices of training examples, and their influenc
 SHOWN = 5  # examples of either sign in a table or picture, by default
 
 
+ENOUGH_PAIRS = 25  # of ten examples: nine errors in ten are then within a factor of two
+
+
 @dataclass(frozen=True)
 class ProjectionError:
     """How far a projected influence is from the exact one, measured on random pairs.
 
     Attributes:
-        relative_rms: √(Σ(estimate − exact)² / Σ exact²) over the pairs.
+        relative_rms: √(Σ(estimate − exact)² / Σ exact²) over the pairs; NaN where these are too
+            few to tell it.
         spearman: rank correlation of estimate and exact over the pairs; 1 if they are equal, else 0
-            if one of them has the same value for all pairs.
+            if one of them has the same value for all pairs; NaN where they are too few.
         pairs: the number of (training example, test example) pairs that were computed exactly.
     """
 
@@ -45,17 +49,26 @@ class ProjectionError:
     def of_entry(cls, entry: Sequence[Any]) -> ProjectionError:
         """From what a record holds of it, :attr:`entry`."""
         relative_rms, spearman, pairs = entry
+        if spearman is None:
+            return cls(math.nan, math.nan, pairs)
         return cls(math.inf if relative_rms is None else relative_rms, spearman, pairs)
 
     @property
     def entry(self) -> list[Any]:
-        """For a record in JSON, which has no infinity.
+        """For a record in JSON, which has neither infinity nor NaN.
 
         >>> ProjectionError.of_entry(ProjectionError(math.inf, 0.0, 4).entry).relative_rms
         inf
         """
+        if not self.is_measured:
+            return [None, None, self.pairs]
         is_finite = math.isfinite(self.relative_rms)
         return [self.relative_rms if is_finite else None, self.spearman, self.pairs]
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the pairs are enough to tell the error."""
+        return not math.isnan(self.relative_rms)
 
     @classmethod
     def between(cls, estimate: Tensor, exact: Tensor) -> ProjectionError:
