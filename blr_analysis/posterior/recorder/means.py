@@ -23,17 +23,19 @@ class Means:
     Args:
         beta2: None: the plain mean; else of a mean that forgets.
         read_outs: names of parameters that have squares in place of factors.
+        recurrent: names of the parameters of recurrent layers.
 
     Attributes:
         recorded: the number of passes.
         joints: the layers with factors, by the name of their weight.
-        values: the means, by "KEY.input", "KEY.output" and "KEY.positions" of a layer, or by a
-            parameter's name.
+        values: the means, by "KEY.input", "KEY.output" and "KEY.positions" of a layer, of a
+            recurrent one "KEY.square" too, E_i ‖g_i‖²; or by a parameter's name.
     """
 
-    def __init__(self, beta2: float | None, read_outs: set[str]) -> None:
+    def __init__(self, beta2: float | None, read_outs: set[str], recurrent: set[str]) -> None:
         self._beta2 = beta2
         self._read_outs = read_outs
+        self._recurrent = recurrent
         self.recorded = 0
         self.joints: dict[str, Joint] = {}
         self.values: dict[str, Tensor] = {}
@@ -87,6 +89,9 @@ class Means:
         self._move(f"{key}.input", right.div_(term.n_examples), n_passes)
         self._move(f"{key}.output", left.div_(term.n_examples), n_passes)
         self._move(f"{key}.positions", n_positions.div_(term.n_examples), n_passes)
+        if not self._recurrent.isdisjoint(term.names):
+            squares = [sums.sum() for sums in term.square_sum().values()]
+            self._move(f"{key}.square", sum(squares) / term.n_examples, n_passes)
 
     def _move(self, key: str, values: Tensor, n_passes: int) -> None:
         if key not in self.values:
@@ -116,7 +121,11 @@ class Means:
         return names
 
     def structure(self, parameters: Mapping[str, nn.Parameter], n_data: int) -> Kronecker:
-        """N · A ⊗ G / T, and N · E_i g_i² of the other parameters."""
+        """N · A ⊗ G / T, and N · E_i g_i² of the other parameters.
+
+        The gradients at the steps of a recurrent layer are no independent positions: it has
+        N · A ⊗ G · E_i ‖g_i‖² / (tr A · tr G), of the Fisher's own trace.
+        """
         factors = self.factors
         joined = {key: (self.joints[key], *pair) for key, pair in factors.items()}
         blocks = eigenbases(joined, parameters, n_data)
@@ -127,9 +136,17 @@ class Means:
             input_factor, output_factor = factors[block.key]
             of_rows = _eigenvalues(output_factor, block.left)
             of_columns = _eigenvalues(input_factor, block.right)
-            scale = n_data / float(self.values[f"{block.key}.positions"])
+            scale = n_data * self._scale(block.key)
             values[block.key] = scale * of_rows.unsqueeze(-1) * of_columns.unsqueeze(-2)
         return form.with_values(values)
+
+    def _scale(self, key: str) -> float:
+        """The factor of A ⊗ G in an example's mean curvature."""
+        if f"{key}.square" not in self.values:
+            return 1 / float(self.values[f"{key}.positions"])
+        traces = [factor.diagonal(0, -2, -1).sum() for factor in self.factors[key]]
+        of_factors = float(traces[0] * traces[1])
+        return float(self.values[f"{key}.square"]) / of_factors if of_factors > 0 else 0.0
 
 
 def _eigenvalues(factor: Tensor, basis: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from blr_analysis.backprop.plan import units_of
 from blr_analysis.backprop.record import Unit
+from blr_analysis.backprop.recurrent import RECURRENT
 from blr_analysis.checks import some
 from blr_analysis.errors import ModelError
 from blr_analysis.half import working
@@ -74,6 +75,12 @@ def _is_small(unit: Unit) -> bool:
     has_children = next(module.children(), None) is not None
     has_buffers = next(module.buffers(), None) is not None
     return has_vectors and not has_children and not has_buffers
+
+
+def recurrent_names(units: Sequence[Unit]) -> set[str]:
+    """The parameters of recurrent layers, whose gradients at different steps go together."""
+    recurrent = [unit for unit in units if isinstance(unit.module, RECURRENT)]
+    return {name for unit in recurrent for name in unit.names.values()}
 
 
 def read_outs_of(model: nn.Module, units: Sequence[Unit]) -> set[str]:

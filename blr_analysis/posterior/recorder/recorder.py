@@ -6,11 +6,12 @@ steps, with d the gradients of the examples' losses at the layer's outputs,
 
     A = E_i Σ_t a_it a_itᵀ,    G = E_i Σ_t d_it d_itᵀ,    S = N · A ⊗ G / T + δ
 
-over examples i and positions t, T of them, without padding; parameters of other layers (norms,
-embeddings, heads of language models) get S = N · E_i g_i² + δ. With labels "given" it is an
-empirical Fisher, which at the end of a training has little left of what was learned by heart. With
-labels "drawn" from the model's predictions it is the Fisher itself, and no scale of the loss
-matters: see :mod:`blr_analysis.posterior.drawn`.
+over examples i and positions t, T of them, without padding; in recurrent layers 1/T is replaced by
+E_i ‖g_i‖² / (tr A · tr G); parameters of other layers (norms, embeddings, heads of language models)
+get S = N · E_i g_i² + δ. With labels "given" it is an empirical Fisher, which at the end of a
+training has little left of what was learned by heart. With labels "drawn" from the model's
+predictions it is the Fisher itself, and no scale of the loss matters: see
+:mod:`blr_analysis.posterior.drawn`.
 :class:`blr_analysis.Checkpoints` records near its checkpoints alone. On six kinds of networks, its
 posteriors predict retraining as well as those of :func:`blr_analysis.fit_laplace`, within .03 in
 linear datamodeling score (``python -m benchmarks.field``).
@@ -45,6 +46,7 @@ from blr_analysis.posterior.recorder.recordable import (
     in_bytes,
     read_outs_of,
     readable_units,
+    recurrent_names,
     trainable,
 )
 from blr_analysis.posterior.recorder.rows import outputs_of, rows_are_read
@@ -133,7 +135,7 @@ class KroneckerRecorder(Reader):
         self._is_recorded = False  # whether this pass is recorded
         self._has_padding = False  # whether the loss is one of sequences
         self._has_other_labels = False  # whether some loss was not recognised
-        self._means = Means(beta2, self._read_outs)
+        self._means = Means(beta2, self._read_outs, recurrent_names(self._units))
         self._layer_terms = LayerTerms(model)
         self._second_pass = SecondPass()
         self._gradient_sums = GradientSums(self._parameters, self._second_pass)
@@ -492,7 +494,7 @@ class KroneckerRecorder(Reader):
         device = next(iter(self._parameters.values())).device
         self.passes = int(state["passes"])
         self._drawn = int(state.get("drawn", 0))
-        means = Means(self.beta2, self._read_outs)
+        means = Means(self.beta2, self._read_outs, recurrent_names(self._units))
         means.recorded = int(state["recorded"])
         means.values = {key: mean.to(device, copy=True) for key, mean in state["means"].items()}
         means.joints = {joint.key: joint for joint in map(Joint.read, state["joints"])}
