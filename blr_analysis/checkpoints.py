@@ -35,7 +35,7 @@ from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.recorder import in_bytes
 from blr_analysis.ranks import is_sharded
 from blr_analysis.recordings import USUAL_STEPS, Recordings, checkpoint_steps
-from blr_analysis.snapshots import State, checked_state, read, state_of, thinned
+from blr_analysis.snapshots import State, checked_state, equal, read, state_of, thinned
 
 SAMPLED_NUMBERS = 8  # of a tensor; they identify the weights of a step
 OPTIMIZER = "optimizer/"  # prefix of the optimizer's numbers in a snapshot
@@ -298,27 +298,31 @@ class Checkpoints:
             prior_precision: δ; None: :meth:`blr_analysis.Posterior.from_optimizer` finds it. With
                 a structure it is found as in a fit, by the recorded factors and the mean of the
                 recorded gradients, or by the factors' evidence where labels were not drawn.
-            initial: θ₀, the prior's mean; None: 0.
+            initial: θ₀, the prior's mean; None: with a structure the first weights, as in a fit by
+                the recipe, where :meth:`begin` has kept them; else 0.
 
         Raises:
             InputError: neither an optimizer nor a structure was given.
         """
         if self.optimizer is None and self.recordings is None:
             raise InputError('Checkpoints keeps no posterior: give optimizer= or structure="kron"')
-        make: Any = Posterior.from_optimizer
-        source: Any = self.optimizer
-        if self.recordings is not None:
-            make = Posterior.from_recorder
-            source = self.recordings.recorder
-        now = partial(
-            make,
-            source,
-            self.model,
-            n_data=n_data,
-            prior_precision=prior_precision,
-            initial=initial,
-        )
-        return self.before(None, now)
+        settings = {"n_data": n_data, "prior_precision": prior_precision}
+        if self.recordings is None:
+            optimizer: Any = self.optimizer
+            now = partial(
+                Posterior.from_optimizer, optimizer, self.model, initial=initial, **settings
+            )
+            return self.before(None, now)
+        recorder = self.recordings.recorder
+        first = self.first if initial is None else None
+
+        def recorded_now() -> Posterior:
+            mean_of_prior = initial
+            if first is not None and not equal(first, state_of(self.model)):
+                mean_of_prior = first
+            return Posterior.from_recorder(recorder, self.model, initial=mean_of_prior, **settings)
+
+        return self.before(None, recorded_now)
 
     def before(self, last: Posterior | None, now: Callable[[], Posterior]) -> Posterior:
         """A posterior with the earlier ones.

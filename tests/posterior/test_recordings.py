@@ -259,6 +259,34 @@ def test_of_an_adapter_its_own_layers_alone_are_recorded() -> None:
     torch.testing.assert_close(factors[first][0][0], X.T @ X / N)
 
 
+@pytest.mark.parametrize("idle", [0, 2])
+def test_the_prior_of_a_recorded_posterior_is_around_the_first_weights(idle: int) -> None:
+    """As in a fit by the recipe; while a warmup has not moved them, around 0."""
+    model = small().train()
+    first = copy.deepcopy(dict(model.named_parameters()))
+    checkpoints = blr.Checkpoints(model, steps=16, structure="kron")
+    checkpoints.begin()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(16):
+        optimizer.param_groups[0]["lr"] = 0.1 if step >= idle else 0.0
+        optimizer.zero_grad()
+        cross_entropy(model(X), Y).backward()
+        optimizer.step()
+        checkpoints.step()
+    q = checkpoints.posterior(n_data=N)
+    torch.testing.assert_close(dict(q.prior.mean or {}), first, rtol=0, atol=0)
+    zero = {name: torch.zeros_like(p) for name, p in first.items()}
+    around_zero = checkpoints.posterior(n_data=N, initial=zero)
+    assert q.prior_precision != around_zero.prior_precision
+    if idle:
+        assert q.earlier[0].prior.mean is None
+        assert q.earlier[0].prior_precision == around_zero.earlier[0].prior_precision
+        return
+    around_first = checkpoints.posterior(n_data=N, initial=first)
+    deltas = [[p.prior_precision for p in run] for run in (q.run, around_first.run)]
+    assert deltas[0] == deltas[1]
+
+
 @pytest.fixture(scope="module")
 def transformers() -> Any:
     """Its import takes seconds, which do not belong to a test."""
