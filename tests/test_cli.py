@@ -260,6 +260,29 @@ def test_what_a_script_prints_is_not_in_the_json(here: Path, capsys: Any) -> Non
     assert "epoch 1" in run(capsys, *argv)[1]
 
 
+@pytest.mark.parametrize(
+    ("how", "solver"),
+    [
+        (("--remove", "target == 1"), None),
+        (("--remove", "deviation > 0.5"), None),
+        (("--remove", "index == 3"), "posterior"),
+        (("--relabel", "index == 3: 0", "--solver", "cg"), "cg"),
+    ],
+)
+def test_a_dry_run_of_a_question_fits_nothing(
+    here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, how: Any, solver: str | None
+) -> None:
+    """It says at most what the run then takes, by the counts of the answer."""
+    answer = ("what-if", TASK, *how, "--seeds", 1, "--fit", "diag")
+    done = facts_of(capsys, *answer)
+    monkeypatch.setattr("blr_analysis.posterior.laplace.fit_at_weights", lambda *_, **__: 1 / 0)
+    planned = facts_of(capsys, *answer, "--dry-run")["dry_run"]
+    assert planned["solver"] == solver
+    assert planned["passes"] >= done["passes"]
+    said = run(capsys, *answer, "--dry-run")[1]
+    assert ("the fit decides" in said) == (solver is None)
+
+
 def test_a_dry_run_counts_the_trainings_by_ones_own_function(here: Path, capsys: Any) -> None:
     """Three for each of three classes, and one that calibrates; their passes are not known."""
     argv = ("audit", "script.py:own", "--calibrate", "--dry-run")

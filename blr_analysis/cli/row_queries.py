@@ -16,12 +16,29 @@ TARGET = "target"
 NAME = re.compile(r"[^\W\d]\w*")  # letters, digits and underscores; no digit comes first
 
 
-def check_queries(remove: str | None, relabel: list[str], task: Task) -> None:
-    """Raise :class:`InputError` where one of the queries cannot be answered."""
+def count_before_scores(remove: str | None, relabel: list[str], task: Task) -> int | None:
+    """The number of examples that leave or get another label.
+
+    Returns:
+        None where a query asks for scores, which are not computed yet.
+
+    Raises:
+        InputError: one of the queries cannot be answered.
+    """
+    selections = []
     if remove is not None:
-        check_query(remove, task)
-    for text in relabel:
-        check_query(query_and_label(text)[0], task, name="relabel")
+        selections.append([rows_before_scores(remove, task)])
+    queries = [query_and_label(text)[0] for text in relabel]
+    selections.append([rows_before_scores(query, task, name="relabel") for query in queries])
+    count = 0
+    for rows_of_queries in selections:
+        rows: set[int] = set()
+        for chosen in rows_of_queries:
+            if chosen is None:
+                return None
+            rows |= chosen
+        count += len(rows)
+    return count
 
 
 def query_and_label(text: str) -> tuple[str, str]:
@@ -73,12 +90,15 @@ def number_or_name(text: str) -> int | float | str:
     return text
 
 
-def check_query(query: str, task: Task, *, name: str = "remove") -> None:
-    """Raise :class:`InputError` where a query cannot be answered.
+def rows_before_scores(query: str, task: Task, *, name: str = "remove") -> set[int] | None:
+    """The indices of the examples that a query selects; None where it asks for scores.
 
     The scores are not computed yet. A query of metadata and targets is answered; a query of scores
     is tried on a table in which every score is 0, so that only its names and its grammar are
     checked.
+
+    Raises:
+        InputError: the query cannot be answered.
     """
     from blr_analysis.sensitivity.selection import (
         check_answer,
@@ -90,7 +110,9 @@ def check_query(query: str, task: Task, *, name: str = "remove") -> None:
 
     check_comparison(query, name)
     if any(is_reserved(column) for column in task.metadata):
-        return  # the scores' table will give these columns other names, which are unknown so far
+        return (
+            None  # the scores' table will give these columns other names, which are unknown so far
+        )
     score_columns = _score_columns(query)
     table = _table_before_scores(task, score_columns)
     if score_columns == {TARGET}:
@@ -100,12 +122,12 @@ def check_query(query: str, task: Task, *, name: str = "remove") -> None:
             score_columns = set()
     values = {column: table[column].tolist() for column in table}
     if not score_columns:
-        rows_of_query(query, table, values, name)
-        return
+        return set(rows_of_query(query, table, values, name)["index"])
     failure = f"{name}={query!r} is no query of these data"
     with told_as(InputError, failure), meant(failure, query, values):
         answer = table.eval(query)
     check_answer(answer, len(table), failure)
+    return None
 
 
 def _score_columns(query: str) -> set[str]:

@@ -5,14 +5,16 @@ What only this command needs is imported inside of it, so that the others start 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from blr_analysis.cli.inputs import Source
 from blr_analysis.cli.options import Out, Shared, dry_run, option
-from blr_analysis.cli.row_queries import check_queries, new_labels
+from blr_analysis.cli.row_queries import count_before_scores, new_labels
 from blr_analysis.errors import InputError
+from blr_analysis.progress import duration
 from blr_analysis.terminal import Teller, pairs, show
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
@@ -51,10 +53,21 @@ class Change:
         if self.decisions is not None:
             read_decisions(self.decisions)
 
-    def check_on(self, task: Task) -> None:
-        """Refuse a query that cannot be answered, before a posterior is fitted."""
+    def count_on(self, task: Task) -> int | None:
+        """The number of examples that change, before a posterior is fitted.
+
+        Returns:
+            None where a query asks for scores, which are not computed yet.
+
+        Raises:
+            InputError: a query cannot be answered.
+        """
+        from blr_analysis.report.decisions import read_decisions
+
         if self.decisions is None:
-            check_queries(self.remove, self.relabel or [], task)
+            return count_before_scores(self.remove, self.relabel or [], task)
+        choices = read_decisions(self.decisions)
+        return len(choices["remove"] or ()) + len(choices["relabel"] or ())
 
     def rows_and_labels(self, task: Task, posterior: Posterior) -> tuple[Any, Any]:
         """The rows that leave, and the new label of each row that gets one; None: no row."""
@@ -131,7 +144,9 @@ def what_if_command(
     say = Teller()
     with shared.folder(out) as folder:
         task, test = source.tasks(shared, say)
-        change.check_on(task)
+        count = change.count_on(task)
+        if shared.dry_run and source.posterior is None:
+            return show_costs_with_fit(source, task, count, prediction, out)
         posterior = source.posterior_of(task, say)
         question = question_of(task, posterior, test, change, prediction)
         if shared.dry_run:
@@ -145,6 +160,51 @@ def what_if_command(
             write_cleaned_data(task, change, folder)
     show_what_if(result, task, posterior, test)
     return facts_of_what_if(result)
+
+
+def show_costs_with_fit(
+    source: Source, task: Task, count: int | None, prediction: Prediction, out: Path | None
+) -> dict[str, Any]:
+    """Print what the fit takes, and the answer after it; nothing is fitted.
+
+    Args:
+        count: the number of examples that change; None: the query asks for scores.
+
+    Returns:
+        At most so many passes and seconds; the solver is None where the fit decides it.
+    """
+    from blr_analysis.posterior import Forecast
+    from blr_analysis.sensitivity.solvers import Settings
+    from blr_analysis.sensitivity.what_if import costs_before_fit
+
+    recipe = task.recipe
+    n_trained = 0
+    if source.calibrate and recipe is not None and recipe.train is None:
+        n_trained = round(task.n_data * recipe.epochs)
+    fit = Forecast.of(task, source.examples(task), trained=n_trained, structure=source.structure)
+    settings = Settings(solver=prediction.solver, seeds=prediction.seeds, passes=prediction.passes)
+    answers = costs_before_fit(task, count, settings)
+    in_words = "; or ".join(map(str, answers))
+    if len(answers) > 1:
+        in_words += " (the fit decides)"
+    pairs(
+        {
+            "examples": f"{task.n_data:,}",
+            "fit": f"{fit.passes:.2f} passes over the data, about {duration(fit.seconds)}",
+            "answers": in_words,
+            "writes": out or "nothing",
+        }
+    )
+    return dry_run(
+        solver=answers[0].solver if len(answers) == 1 else None,
+        passes=fit.passes + most([answer.passes for answer in answers]),
+        seconds=fit.seconds + most([answer.seconds for answer in answers]),
+    )
+
+
+def most(numbers: list[float]) -> float:
+    """The largest number; NaN where one is unknown."""
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers)
 
 
 def question_of(

@@ -46,7 +46,14 @@ from blr_analysis.sensitivity.objective import (
 from blr_analysis.sensitivity.other_units import unlike_training
 from blr_analysis.sensitivity.results import WhatIf
 from blr_analysis.sensitivity.solver_endings import ReplayEndings, WholeTrainings, retraining_note
-from blr_analysis.sensitivity.training import Part, recipe_of, trained, whole_data
+from blr_analysis.sensitivity.training import EPOCHS as DEFAULT_EPOCHS
+from blr_analysis.sensitivity.training import (
+    Part,
+    default_recipe,
+    known_recipe,
+    trained,
+    whole_data,
+)
 from blr_analysis.snapshots import State
 from blr_analysis.task import Task
 
@@ -172,43 +179,25 @@ class Solvers:
 
     def cost(self, change: Change) -> Cost:
         """What the answer takes, with those of all groups."""
-        solver = self._solver_for(change)
-        passes = self._passes(solver)
-        seconds = 0.0
-        if passes:
-            seconds = passes * self.task.n_data * step_seconds(self.task)
-        return Cost(solver, passes, seconds)
-
-    def _passes(self, solver: str) -> float:
-        """At most, over the data; NaN of a training of the user's."""
-        settings = self.settings
-        if solver == "posterior":
-            return 0.0
-        if solver == "cg":
-            return float((settings.passes or DESCENT_PASSES) * settings.groups)
-        if self.recipe.train is not None:
-            return math.nan
-        if solver == "retrain":
-            return self.recipe.epochs * settings.seeds * settings.groups
-        epochs = self.recipe.shortened(settings.passes or EPOCHS).epochs
-        return epochs * settings.seeds * (settings.groups + 1)
+        return cost_of(self.task, self._solver_for(change), self.settings, self.known_recipe)
 
     def _solver_for(self, change: Change) -> str:
         """The name of the solver: the user's, or what "auto" means by the size of the change and
         the fit."""
-        if self.settings.solver != "auto":
-            return self.settings.solver
-        if change.count <= max(1, FEW * self.task.n_data):
-            return "posterior"
-        if self.posterior.at_minimum:
-            return "cg"
-        takes_whole_recipe = retrains(self.recipe, self.settings.groups, self.settings.passes)
-        return "retrain" if takes_whole_recipe else "replay"
+        by_descent, by_training = possible_solvers(
+            self.task, self.settings, self.known_recipe, change.count
+        )
+        return by_descent if self.posterior.at_minimum else by_training
+
+    @cached_property
+    def known_recipe(self) -> Recipe | None:
+        """The recipe of the model's training, if it is known."""
+        return known_recipe(self.task, self.posterior)
 
     @cached_property
     def recipe(self) -> Recipe:
         """The recipe of the model's training, or a short default one."""
-        return recipe_of(self.task, self.posterior)
+        return self.known_recipe or default_recipe(self.task, self.posterior)
 
     @cached_property
     def endings(self) -> ReplayEndings:
@@ -298,6 +287,49 @@ class Solvers:
         mean = {name: state[name].to(m) for name, m in old_mean.items()}
         buffers = {name: value for name, value in state.items() if name not in old_mean}
         return self.precision_after(change).changed(mean=mean, buffers=buffers)
+
+
+def possible_solvers(
+    task: Task, settings: Settings, recipe: Recipe | None, count: int
+) -> tuple[str, str]:
+    """The solver for a change of so many examples at a minimum, and off it.
+
+    Args:
+        recipe: of the model's training; None: it is unknown.
+    """
+    if settings.solver != "auto":
+        return settings.solver, settings.solver
+    if count <= max(1, FEW * task.n_data):
+        return "posterior", "posterior"
+    takes_whole_recipe = retrains(recipe, settings.groups, settings.passes)
+    return "cg", "retrain" if takes_whole_recipe else "replay"
+
+
+def cost_of(task: Task, solver: str, settings: Settings, recipe: Recipe | None) -> Cost:
+    """What the answers to all groups take by a solver; without a recipe by a default one."""
+    passes = _passes(solver, settings, recipe)
+    seconds = 0.0
+    if passes:
+        seconds = passes * task.n_data * step_seconds(task)
+    return Cost(solver, passes, seconds)
+
+
+def _passes(solver: str, settings: Settings, recipe: Recipe | None) -> float:
+    """At most, over the data; NaN of a training of the user's."""
+    if solver == "posterior":
+        return 0.0
+    if solver == "cg":
+        return float((settings.passes or DESCENT_PASSES) * settings.groups)
+    if recipe is not None and recipe.train is not None:
+        return math.nan
+    whole_epochs = float(DEFAULT_EPOCHS) if recipe is None else recipe.epochs
+    if solver == "retrain":
+        return whole_epochs * settings.seeds * settings.groups
+    short_epochs = settings.passes or EPOCHS
+    epochs = min(short_epochs, whole_epochs)
+    if recipe is not None:
+        epochs = recipe.shortened(short_epochs).epochs
+    return epochs * settings.seeds * (settings.groups + 1)
 
 
 def one_step(solvers: Solvers, change: Change) -> WhatIf:
@@ -462,15 +494,20 @@ def check_settings(solver: str, seeds: int, passes: int | None) -> None:
         positive_int("passes", passes)
 
 
-def retrains(recipe: Recipe, groups: int, passes: int | None) -> bool:
+def retrains(recipe: Recipe | None, groups: int, passes: int | None) -> bool:
     """Whether "auto" takes the whole recipe instead of short trainings.
 
     It does if the recipe cannot be shortened, or if it is known and takes no more epochs. Short
     trainings include one on the unchanged data.
 
+    Args:
+        recipe: of the model's training; None: it is unknown.
+
     >>> [retrains(Recipe("sgd", lr=0.1, epochs=k, batch_size=8), 1, None) for k in (16, 17)]
     [True, False]
     """
+    if recipe is None:
+        return False
     if recipe.train is not None:
         return True
     short_epochs = recipe.shortened(passes or EPOCHS).epochs * (groups + 1)

@@ -372,12 +372,17 @@ def _load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def recipe_of(task: Task, posterior: Posterior | None = None) -> Recipe:
     """The task's recipe, or the one in the posterior's record, or a short default one."""
+    return known_recipe(task, posterior) or default_recipe(task, posterior)
+
+
+def known_recipe(task: Task, posterior: Posterior | None = None) -> Recipe | None:
+    """The task's recipe, or the one in the posterior's record; None without either."""
     if task.recipe is not None:
         return task.recipe
     recorded = None if posterior is None else posterior.record.get("recipe")
     if posterior is not None and recorded:
         return Recipe(**recorded, initial=posterior.initial)
-    return default_recipe(task, posterior)
+    return None
 
 
 def default_recipe(task: Task, posterior: Posterior | None = None) -> Recipe:

@@ -18,8 +18,9 @@ from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.results import WhatIf
 from blr_analysis.sensitivity.selection import Selection, groups_by
-from blr_analysis.sensitivity.solvers import Change, Cost, Settings
+from blr_analysis.sensitivity.solvers import Change, Cost, Settings, cost_of, possible_solvers
 from blr_analysis.sensitivity.subjects import subject_of
+from blr_analysis.sensitivity.training import known_recipe
 from blr_analysis.task import Task
 from blr_analysis.views import GroupRows
 
@@ -113,6 +114,23 @@ def cost_of_what_if(
     subject = subject_of(task, posterior)
     answer: Any = subject.answering(Settings(evaluate, solver, seeds, passes))
     return answer.cost(subject.change(remove, None, relabel))
+
+
+def costs_before_fit(task: Task, count: int | None, settings: Settings) -> list[Cost]:
+    """What :func:`what_if` may take where no posterior is fitted yet.
+
+    Args:
+        count: the number of examples that change; None: the query needs a posterior.
+
+    Returns:
+        The cost of each solver that "auto" may take, which the fit decides; of a named one its own.
+    """
+    recipe = known_recipe(task)
+    counts = [1, task.n_data] if count is None else [count]
+    solvers = [
+        solver for changed in counts for solver in possible_solvers(task, settings, recipe, changed)
+    ]
+    return [cost_of(task, solver, settings, recipe) for solver in dict.fromkeys(solvers)]
 
 
 @torch.inference_mode(False)  # also where the caller switched it on
