@@ -195,6 +195,48 @@ def test_the_gram_of_inputs_counts_no_padding(reads: str) -> None:
             torch.testing.assert_close(total, expected.tensors()[name], msg=f"{name}: {{}}".format)
 
 
+class Latents(nn.Module):
+    """Learned vectors read the tokens, as in a Perceiver, and a layer reads what they have read."""
+
+    def __init__(self, n_latents: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, 4)
+        self.latents = nn.Parameter(torch.randn(n_latents, 4))
+        self.layer = nn.Linear(4, 4)
+        self.read = nn.Linear(4, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x = self.words(input_ids)
+        scores = self.latents @ x.mT
+        scores = scores.masked_fill(attention_mask[:, None] == 0, -torch.inf)
+        return self.read(self.layer(scores.softmax(-1) @ x).tanh().mean(1))
+
+
+def test_latents_as_many_as_tokens_are_no_tokens() -> None:
+    """Of every text all of them count: the same moments as of texts without padding."""
+    ids = sequences(6)
+    longest = max(map(len, ids))
+    with seeded(0):
+        model = randomised(Latents(longest))
+
+    def rows(length: int | None) -> list[dict[str, Tensor]]:
+        padded = [F.pad(x, (0, (length or len(x)) - len(x))) for x in ids]
+        return [
+            {
+                "input_ids": y,
+                "attention_mask": (torch.arange(len(y)) < len(x)).long(),
+                "labels": torch.tensor(0),
+            }
+            for x, y in zip(ids, padded, strict=True)
+        ]
+
+    alone = Task(model, rows(None), batch_size=1)
+    expected = input_moments(alone, alone.parameters()).tensors()
+    padded = Task(model, rows(longest), batch_size=3)
+    for name, total in input_moments(padded, padded.parameters()).tensors().items():
+        torch.testing.assert_close(total, expected[name], msg=f"{name}: {{}}".format)
+
+
 @pytest.mark.parametrize("reads", ["pairs", "beside a prefix", "every second", "some of all"])
 def test_rows_that_may_be_padding(reads: str) -> None:
     """They are read text by text; where a text by itself is padded too, a warning names them."""

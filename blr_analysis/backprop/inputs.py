@@ -8,6 +8,7 @@ Padding does not count. It is what a batch's ``attention_mask`` hides. Without a
 causal language model or in a decoder, what follows the last label that counts. Where all examples
 share a row (that of a position), it counts once for each example that has a token there. If the
 shape of a layer's input does not tell which rows are padding, padded examples are read one by one.
+Rows that are as many with a token less, such as learned latents, are no tokens: all of them count.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from blr_analysis.backprop.plan import units_of
 from blr_analysis.backprop.record import Unit, indices_of_rank, watched
 from blr_analysis.checks import some
 from blr_analysis.data.batches import mask_and_labels
-from blr_analysis.errors import warn_user
+from blr_analysis.errors import DataError, ModelError, warn_user
 from blr_analysis.files import Unfinished
 from blr_analysis.likelihoods import CausalLM
 from blr_analysis.progress import track
@@ -256,16 +257,18 @@ def swept(
     batches = track(task.batches(indices=order), total=n_batches, label=label, show=show)
     alone: bool | None = None  # not known before the first padded batch
     unclear_layers: set[str] = set()
+    fixed_layers: set[str] = set()
     for number, (indices, batch) in enumerate(batches):
         # The number of passes that are done rises when the first one is added to the sums.
         is_done = unfinished is not None and number < unfinished.done
         if is_done:
             continue
         if alone is None and _are_padded(_masks(task, batch)):
-            alone = _has_unclear_rows(model, units, indices, batch)
+            fixed_layers = _layers_of_fixed_rows(model, units, indices, batch)
+            alone = _has_unclear_rows(model, units, indices, batch, fixed_layers)
         for part, part_of_batch in _unambiguous(task, indices, batch, alone=bool(alone)):
             masks = _masks(task, part_of_batch)
-            padding = _Padding(len(part), masks, unclear_layers)
+            padding = _Padding(len(part), masks, unclear_layers, fixed_layers)
             sums.begin()
             with watched(units, partial(_see, sums, padding)), suppress(_PassIsDone):
                 model.run_batch(part_of_batch, part)
@@ -280,7 +283,53 @@ def swept(
     return sums
 
 
-def _has_unclear_rows(model: ModelAt, units: list[Unit], indices: Tensor, batch: Any) -> bool:
+def _layers_of_fixed_rows(
+    model: ModelAt, units: list[Unit], indices: Tensor, batch: Any
+) -> set[str]:
+    """The layers whose inputs have as many rows as tokens, and as many in a batch of a token less.
+
+    Empty where the batch has nothing beside its mask to make shorter, or its model needs it whole.
+    """
+    mask, _ = mask_and_labels(batch)
+    if mask is None or not isinstance(batch, Mapping) or bool(mask.all()):
+        return set()
+    padded_column = int((~mask).any(0).nonzero()[0])
+    kept = torch.arange(mask.shape[1]) != padded_column
+    shorter = {
+        name: x[:, kept] if isinstance(x, Tensor) and x.shape == mask.shape else x
+        for name, x in batch.items()
+    }
+    shapes: list[dict[str, list[torch.Size]]] = []
+    for batch_of_shapes in (batch, shorter):
+        seen: dict[str, list[torch.Size]] = {}
+        with watched(units, partial(_see_shape, seen)), suppress(ModelError, DataError):
+            model.run_batch(batch_of_shapes, indices)
+        shapes.append(seen)
+    of_batch, of_shorter = shapes
+    size = len(indices)
+    return {
+        path
+        for path, shapes_of_calls in of_batch.items()
+        if shapes_of_calls == of_shorter.get(path)
+        and all(shape[0] == size and mask.shape[1] in shape[1:-1] for shape in shapes_of_calls)
+    }
+
+
+def _see_shape(
+    seen: dict[str, list[torch.Size]],
+    unit: Unit,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> None:
+    """Note the shape of the input of one call of a layer."""
+    x = _arguments(unit.module, args, kwargs)[0]
+    seen.setdefault(unit.path, []).append(x.shape)
+
+
+def _has_unclear_rows(
+    model: ModelAt, units: list[Unit], indices: Tensor, batch: Any, fixed_layers: set[str]
+) -> bool:
     """Whether a layer reads rows of which a padded batch does not say what is padding.
 
     Examples by themselves have no padding, where the collate function fills up to the longest.
@@ -289,7 +338,7 @@ def _has_unclear_rows(model: ModelAt, units: list[Unit], indices: Tensor, batch:
     for part, part_of_batch in _unambiguous(model.task, indices, batch):
         masks = _masks(model.task, part_of_batch)
         if len(part) > 1 and _are_padded(masks):
-            padding = _Padding(len(part), masks, unclear_layers)
+            padding = _Padding(len(part), masks, unclear_layers, fixed_layers)
             with watched(units, partial(_see, InputMoments(), padding)):
                 model.run_batch(part_of_batch, part)
             break
@@ -304,11 +353,13 @@ class _Padding:
         n_examples: B, the size of the batch.
         masks: tables ``[B, T]``, False at padding: of the tokens, and of a decoder's labels.
         unclear_layers: gets the name of each layer that reads rows which may be padding, and count.
+        fixed_layers: names of the layers whose rows are no tokens: they all count.
     """
 
     n_examples: int
     masks: list[Tensor]
     unclear_layers: set[str]
+    fixed_layers: set[str]
 
     def counts(self, shape: torch.Size, layer: str, *, are_ids: bool = False) -> Tensor:
         """How many examples each input row stands for, in a shape that broadcasts to ``shape``.
@@ -318,6 +369,8 @@ class _Padding:
             layer: the layer's name.
             are_ids: whether the input holds the ids of an embedding.
         """
+        if layer in self.fixed_layers:
+            return torch.tensor(1)
         for mask in self.masks:
             counts = counts_under(mask, shape, are_ids=are_ids)
             if counts is not None:
