@@ -40,9 +40,10 @@ def averaged_loss(
 ) -> float:
     """The mean loss of predictions that are averaged over weights drawn from the posterior,
 
-        −1/M Σ_m log 1/K Σ_k p(y_m | x_m, θ_k),   θ_k ~ q
+        −1/M_b Σ_m log 1/K Σ_k p(y_m | x_m, θ_k),   θ_k ~ q
 
-    over the M labels that count, in nats.
+    over the M_b labels of a batch that count, in nats, and averaged over the batches as the
+    Trainer averages ``eval_loss``: each counts as often as it has examples.
 
     Args:
         batches: read once for every draw.
@@ -52,15 +53,21 @@ def averaged_loss(
     Raises:
         InputError: the model's answers are no classes or tokens.
     """
-    total: Tensor | None = None
-    for _ in range(positive_int("draws", draws)):
+    totals: list[Tensor] = []
+    sizes: list[int] = []
+    for k in range(positive_int("draws", draws)):
         context: AbstractContextManager[Any] = draw()
         with context, torch.no_grad():
-            parts = [log_probabilities(model, batch) for batch in batches]
-        likelihoods = torch.cat(parts)
-        total = likelihoods if total is None else torch.logaddexp(total, likelihoods)
-    assert total is not None
-    return float(math.log(draws) - total.mean())
+            for place, batch in enumerate(batches):
+                likelihoods = log_probabilities(model, batch)
+                if k == 0:
+                    totals.append(likelihoods)
+                    sizes.append(len(batch["labels"]))
+                else:
+                    totals[place] = torch.logaddexp(totals[place], likelihoods)
+    losses = [math.log(draws) - float(total.mean()) for total in totals]
+    weighted = sum(size * loss for size, loss in zip(sizes, losses, strict=True))
+    return weighted / sum(sizes)
 
 
 def log_probabilities(model: nn.Module, batch: Any) -> Tensor:

@@ -177,7 +177,16 @@ class IVONTrainer(VariationalTrainer, Trainer):
             structure = "kron" if can_be_recorded else None
             callbacks = [CheckpointsCallback(structure=structure)]
             self.add_callback(callbacks[0])
+        self._give_log()
         self.recorder = callbacks[0]
+
+    def add_callback(self, callback: Any) -> None:
+        """The Trainer's own; a monitor's rows go to the Trainer's log."""
+        super().add_callback(callback)
+        self._give_log()
+
+    def _give_log(self) -> None:
+        """Let the monitors that have no log of their own use the Trainer's."""
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, MonitorCallback) and callback.log is None:
                 callback.log = self.log

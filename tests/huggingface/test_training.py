@@ -9,7 +9,7 @@ import math
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -387,7 +387,7 @@ def rows_of_tokens() -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["tokens", "classes"])
 def test_an_evaluation_adds_perplexity_and_averages_predictions(tmp_path: Path, kind: str) -> None:
-    """The average is over probabilities, label by label."""
+    """The average is over probabilities, label by label; batches count as in ``eval_loss``."""
     is_lm = kind == "tokens"
     model = tiny.build("llama", "causal_lm") if is_lm else bert()
     rows = rows_of_tokens() if is_lm else DATA
@@ -426,9 +426,20 @@ def test_an_evaluation_adds_perplexity_and_averages_predictions(tmp_path: Path, 
             run.evaluate(draws=draws)
     assert len(run.state.log_history) == logged
     actual = run.evaluate(draws=3)
-    expected = -torch.stack(by_draw).mean(0).log().mean()
-    assert actual["eval_averaged_loss"] == pytest.approx(float(expected), rel=1e-5)
+    losses = -torch.stack(by_draw).mean(0).log()
+    n_labels = [1] * N
+    if is_lm:
+        n_labels = (labels[:, 1:] != -100).sum(1).tolist()
+    of_examples = losses.split(n_labels)
+    expected = sum(
+        len(batch) * float(torch.cat(batch).mean())
+        for batch in (of_examples[:5], of_examples[5:10], of_examples[10:])
+    )
+    assert actual["eval_averaged_loss"] == pytest.approx(expected / N, rel=1e-5)
     assert run.state.log_history[-1]["eval_averaged_loss"] == actual["eval_averaged_loss"]
+    optimizer.sampled_params = nullcontext
+    at_mean = run.evaluate(draws=2)
+    assert at_mean["eval_averaged_loss"] == pytest.approx(at_mean["eval_loss"], rel=1e-5)
 
 
 def test_a_callback_leaves_all_that_an_analysis_asks_for(tmp_path: Path) -> None:
@@ -562,8 +573,11 @@ def test_no_factors_are_recorded_of_texts_in_one_row(kind: Any, tmp_path: Path) 
     assert callback.recipe is not None
 
 
+@pytest.mark.parametrize("is_added_later", [False, True])
 @pytest.mark.parametrize("kind", [IVONTrainer, Trainer])
-def test_curves_of_a_monitor_go_through_the_log(kind: type[Trainer], tmp_path: Path) -> None:
+def test_curves_of_a_monitor_go_through_the_log(
+    kind: type[Trainer], is_added_later: bool, tmp_path: Path
+) -> None:
     """To every callback that reports; of other trainers than IVONTrainer with their ``log``."""
     logs: list[dict[str, float]] = []
 
@@ -574,7 +588,10 @@ def test_curves_of_a_monitor_go_through_the_log(kind: type[Trainer], tmp_path: P
     model = bert()
     monitor = blr.Monitor(blr.Task(model, DATA), examples=4)
     callback = MonitorCallback(monitor)
-    run = prepared(tmp_path, model, Reporter(), callback, kind=kind, save_strategy="no")
+    callbacks = [Reporter()] if is_added_later else [Reporter(), callback]
+    run = prepared(tmp_path, model, *callbacks, kind=kind, save_strategy="no")
+    if is_added_later:
+        run.add_callback(callback)
     if kind is Trainer:
         callback.log = run.log
     run.train()
