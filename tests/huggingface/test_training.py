@@ -475,6 +475,31 @@ def test_a_callback_leaves_all_that_an_analysis_asks_for(tmp_path: Path) -> None
     assert bool(blr.sensitivity(task, q).self_influence.isfinite().all())
 
 
+def test_factors_under_mixed_precision_are_those_without_it(tmp_path: Path) -> None:
+    """Labels are drawn; the first ones at the same weights up to rounding."""
+    precisions = []
+    for bf16 in (False, True):
+        callback = BLRCallback(prior_precision=1.0)
+        model = tiny.build("llama", "causal_lm")
+        run = prepared(
+            tmp_path,
+            model,
+            callback,
+            kind=Trainer,
+            data=rows_of_tokens(),
+            optim="adamw_torch",
+            learning_rate=1e-6,
+            bf16=bf16,
+            save_strategy="no",
+        )
+        run.train()
+        q = callback.posterior()
+        assert q.record["labels"] == "drawn from the predictions"
+        precisions.append(torch.cat([q.precision(name).flatten() for name in q.mean]) - 1)
+    exact, rounded = precisions
+    assert float((exact - rounded).norm()) < 0.05 * float(exact.norm())
+
+
 class Stop(TrainerCallback):
     """Ends a training early, as a kill would."""
 

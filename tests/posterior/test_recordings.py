@@ -259,6 +259,68 @@ def test_of_an_adapter_its_own_layers_alone_are_recorded() -> None:
     torch.testing.assert_close(factors[first][0][0], X.T @ X / N)
 
 
+class Tagger(nn.Module):
+    """A class for each token. Its loss may be computed inside, as in transformers."""
+
+    def __init__(self, copies: bool) -> None:
+        super().__init__()
+        self.copies = copies
+        self.table = nn.Embedding(7, 5)
+        self.norm = nn.LayerNorm(5)
+        self.last = nn.Linear(5, 4)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.copies):
+            logits = self.last(self.norm(self.table(ids)).tanh())
+            loss = cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+        logits = logits.float() if self.copies else logits
+        return {"loss": loss, "logits": logits}
+
+
+def tagger(*, copies: bool = False) -> tuple[Tagger, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    ids, labels = torch.randint(7, (8, 6)), torch.randint(4, (8, 6))
+    labels[torch.rand(8, 6) < 0.2] = -100
+    return Tagger(copies).train(), ids, labels
+
+
+def test_labels_are_drawn_where_a_model_returns_copies_of_its_outputs() -> None:
+    """As under the Trainer's ``bf16=True``: the same factors up to rounding."""
+    factors = []
+    for copies in (False, True):
+        model, ids, labels = tagger(copies=copies)
+        recorder = KroneckerRecorder(model, every=1, labels="drawn")
+        for _ in range(3):
+            model(ids, labels)["loss"].backward()
+        assert recorder.labels_used == "drawn from the predictions"
+        factors.append(recorder.factors["last.weight"])
+    for exact, rounded in zip(*factors, strict=True):
+        assert float((exact - rounded).norm()) < 0.02 * float(exact.norm())
+
+
+def test_another_loss_of_sequences_is_a_mean_over_tokens() -> None:
+    """Smoothed labels: N · E_i g_i² of each text's summed loss, by autograd."""
+    model, ids, labels = tagger()
+
+    def loss(rows: slice, reduction: str) -> torch.Tensor:
+        logits = model(ids[rows], labels[rows])["logits"].flatten(0, 1)
+        targets = labels[rows].flatten()
+        return cross_entropy(logits, targets, reduction=reduction, label_smoothing=0.1)
+
+    recorder = KroneckerRecorder(model, every=1, labels="drawn")
+    loss(slice(None), "mean").backward()
+    assert recorder.labels_used == "of the loss as trained"
+    q = blr.Posterior.from_recorder(recorder, model, n_data=8, prior_precision=1.0)
+    recorder.remove()
+    for name in ("norm.weight", "norm.bias", "table.weight"):
+        parameter = model.get_parameter(name)
+        squares = torch.zeros_like(parameter)
+        for i in range(8):
+            (g,) = torch.autograd.grad(loss(slice(i, i + 1), "sum"), parameter)
+            squares += g.square()
+        torch.testing.assert_close(q.precision(name) - 1, squares, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("idle", [0, 2])
 def test_the_prior_of_a_recorded_posterior_is_around_the_first_weights(idle: int) -> None:
     """As in a fit by the recipe; while a warmup has not moved them, around 0."""

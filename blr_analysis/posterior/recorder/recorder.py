@@ -49,7 +49,12 @@ from blr_analysis.posterior.recorder.recordable import (
     recurrent_names,
     trainable,
 )
-from blr_analysis.posterior.recorder.rows import outputs_of, rows_are_read
+from blr_analysis.posterior.recorder.rows import (
+    call_with_gradient,
+    n_terms_of_loss,
+    outputs_of,
+    rows_are_read,
+)
 from blr_analysis.posterior.recorder.second_pass import (
     SecondPass,
     Squares,
@@ -86,7 +91,8 @@ class KroneckerRecorder(Reader):
         labels: "given", those of the loss as it is trained; or "drawn" from the model's
             predictions, where the loss is a cross-entropy (:mod:`blr_analysis.posterior.drawn`),
             which takes a backward pass to the layers' outputs more. ``reduction`` and ``scale``
-            are then found, the gradient's mean is recorded too, and other losses have given labels.
+            are then found, the gradient's mean is recorded too, and other losses have given labels:
+            they must be a mean over examples, of sequences over tokens.
 
     Raises:
         ModelError: nothing to train, parameters of a layer without a rule, or a sharded model.
@@ -140,7 +146,9 @@ class KroneckerRecorder(Reader):
         self._second_pass = SecondPass()
         self._gradient_sums = GradientSums(self._parameters, self._second_pass)
         self._collected = CollectedPasses(self._parameters)
-        self._squares_of: dict[Pass, Squares] = {}  # of passes whose loss is none to draw from
+        # Of passes whose loss is none to draw labels from:
+        self._squares_of: dict[Pass, Squares] = {}
+        self._n_terms_of: dict[Pass, int] = {}  # how many terms their loss is a mean of
         self._tape = Tape(model, self)
         self._tape.start(self._units)
 
@@ -204,6 +212,7 @@ class KroneckerRecorder(Reader):
         if self._is_recorded:
             self._tape.passes.clear()  # passes that no gradient came back to
             self._squares_of.clear()
+            self._n_terms_of.clear()
         is_watching = self.labels == "given" and not self.accumulates
         may_accumulate = self._follows_recorded and is_watching
         is_noted = self._is_recorded or (may_accumulate and batch > 0)
@@ -220,7 +229,7 @@ class KroneckerRecorder(Reader):
         if outputs is not None and self.labels == "drawn":
             self._read_by_squares(forward)
             forward.outputs = outputs
-            outputs.register_hook(partial(self._loss_met, weakref.ref(forward)))
+            call_with_gradient(outputs, partial(self._loss_met, weakref.ref(forward)))
             return
         if self._without_rule and self._is_recorded:
             raise self._not_recorded("a model of several outputs")
@@ -276,10 +285,9 @@ class KroneckerRecorder(Reader):
         forward = reference()
         if forward is None or self._second_pass.is_running:
             return
-        if forward not in self._tape.passes:
-            return
         outputs = forward.outputs
-        assert outputs is not None
+        if forward not in self._tape.passes or outputs is None:
+            return
         drawn = drawn_errors(outputs.detach(), gradient, self.passes)
         is_recorded = drawn is not None and self._record_drawn(forward, drawn, gradient)
         if is_recorded:
@@ -290,6 +298,7 @@ class KroneckerRecorder(Reader):
         else:
             self._has_other_labels = True
             self.needs_gradients = True
+            self._n_terms_of[forward] = max(1, n_terms_of_loss(gradient))
             if self._without_rule:
                 self._squares_of[forward] = self._squares_of_given(forward, gradient)
         forward.outputs = None
@@ -322,7 +331,7 @@ class KroneckerRecorder(Reader):
         n_examples = max(int(counted.sum()), 1)
         factor = 1 / self.scale
         if self.reduction == "mean":
-            factor = n_examples / self.scale
+            factor = self._n_terms_of[forward] / self.scale
         signed = with_random_signs(gradient, seed=self.passes)
         gradients = self._second_gradients(forward, signed)
         if gradients is None:
@@ -398,7 +407,8 @@ class KroneckerRecorder(Reader):
             factor = 1 / self.scale
         else:
             counts = self.counts_of(forward)
-            factor = int(counts.sum()) / self.scale
+            n_terms = self._n_terms_of.pop(forward, int(counts.sum()))
+            factor = n_terms / self.scale
         return self._layer_terms.of_examples(forward, counts, factor)
 
     def _complete(self) -> None:
@@ -504,4 +514,5 @@ class KroneckerRecorder(Reader):
         self._gradient_sums.sums = sums
         self._collected.forget()
         self._squares_of = {}
+        self._n_terms_of = {}
         self._tape.passes.clear()

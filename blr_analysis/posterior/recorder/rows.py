@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from blr_analysis.backprop.record import Visit
 from blr_analysis.backprop.tape import Gradients, leaves_with_gradient
 from blr_analysis.errors import ModelError
 
+COPY = "ToCopyBackward"  # the name of autograd's node of a copy in another dtype
 MOST_OUTPUTS = 2**27  # in a pass with drawn labels: more would take too much memory
 
 
@@ -25,6 +27,36 @@ def outputs_of(output: Any, batch: int) -> Tensor | None:
     if len(leaves) != 1 or leaves[0].numel() > MOST_OUTPUTS:
         return None
     return leaves[0]
+
+
+def call_with_gradient(outputs: Tensor, function: Callable[[Tensor], None]) -> None:
+    """Call a function with the loss's gradient at the outputs, when a backward pass begins.
+
+    Under mixed precision a model may compute its loss from half-precision outputs, and return a
+    copy of them in float32 on which the loss does not depend: then it is the gradient at the
+    original. Where the loss depends on the copy, the function is called for both, the copy first.
+    """
+    outputs.register_hook(function)
+    node: Any = outputs.grad_fn
+    place = outputs.output_nr
+    while node is not None and node.name().startswith(COPY):
+        node, place = node.next_functions[0]
+    if node is None or node is outputs.grad_fn:
+        return
+
+    def at_original(gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[place]
+        if gradient is not None:
+            function(gradient)
+
+    node.register_prehook(at_original)
+
+
+def n_terms_of_loss(gradient: Tensor) -> int:
+    """The examples that a loss has a gradient of at the outputs; of sequences the tokens."""
+    is_of_sequences = gradient.ndim == 3
+    rows = gradient.flatten(0, 1) if is_of_sequences else gradient.reshape(len(gradient), -1)
+    return int(rows.any(1).sum())
 
 
 def positions_of(visit: Visit) -> int:
