@@ -133,7 +133,7 @@ class EntryMerger:
         if self.plan.stores_transposed:
             merged = merged.mT
         step = merged.reshape(-1).mul(tensor.scale).to(inputs.device)
-        result.copy_(inputs.base.double().add_(step))
+        result.copy_(inputs.base.double() + step)
 
     def _combine_selected(self, tensor: TensorPlan, inputs: Inputs, result: Tensor) -> None:
         """θ_0 plus the step that :mod:`blr_analysis.merging.selections` gives."""

@@ -70,6 +70,15 @@ class MergeContract:
             truth = self.formula(base[name], stacked, h, first[name].double() + DELTA, name)
             torch.testing.assert_close(actual[name], truth, rtol=0, atol=self.close, msg=name)
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_what_is_merged_stays_as_it_is(self, dtype: torch.dtype) -> None:
+        base, models, precisions, first = self.family(dtype)
+        given = [base, *models, *precisions, first]
+        before = copy.deepcopy(given)
+        blr.merge(base, models, **self.arguments(precisions, first), dtype=torch.float64)
+        for state_after, state_before in zip(given, before, strict=True):
+            assert all(torch.equal(state_after[name], state_before[name]) for name in SHAPES)
+
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_streamed_and_run_again_it_is_the_same(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
