@@ -56,7 +56,7 @@ fidelity: parity-deps peers
 	$(RUN) -m benchmarks.fidelity --peers $(VENV)-peers $(ARGS)
 	$(RUN) -m benchmarks.field
 
-peers: $(foreach peer,kronfluence dattri traker captum pydvl mergekit,$(VENV)-peers/$(peer)/.done)
+peers: $(foreach peer,kronfluence dattri traker captum pydvl mergekit fusion-bench,$(VENV)-peers/$(peer)/.done)
 
 lint: parity-deps
 	$(RUN) -m ruff check .

@@ -7,13 +7,13 @@ merges.json: the algorithm and the settings of every merge, which goes to merged
 
 Fisher merging and RegMean are given what they would measure: fisher/TASK.safetensors has the Fisher
 information of every weight, moments/TASK.safetensors the mean x xᵀ of the inputs of every linear
-layer. RegMean++ measures these itself, on inputs/TASK.safetensors, for linear layers with ReLU
-between them.
+layer. A merge that would invert a singular matrix is left out.
 """
 
+# FusionBench is in another environment.
+# pyright: reportMissingImports=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -61,58 +61,6 @@ class RegMean(RegMeanAlgorithm):
         return train_dataset
 
 
-class RegMeanPlusPlus(algorithms.RegMeanAlgorithmPlusPlus):
-    """RegMean++ of linear layers with ReLU between them."""
-
-    def merge_embedding_layer(self, models_to_merge_dict: Any) -> State:
-        return {}
-
-    def get_input_for_first_layer(self, model: nn.Module, train_dataset: State) -> list[Tensor]:
-        return [train_dataset["x"]]
-
-    def get_layers(self, model: nn.Module) -> list[Layer]:
-        state = model.state_dict()
-        layers = {name.rpartition(".")[0] for name in state}
-        self.names = sorted(layers, key=int)
-        return [Layer(state, name, is_first=name == self.names[0]) for name in self.names]
-
-    def get_regmean_weights(
-        self,
-        model_name: str,
-        layer: Layer,
-        batches_input: list[Tensor],
-        linear_modules_to_merge: Any,
-    ) -> State:
-        inputs = layer.inputs(batches_input[0])
-        return {"linear": inputs.mT @ inputs / len(inputs)}
-
-    def layer_batches_forward(self, layer: Layer, batches_input: list[Tensor]) -> list[Tensor]:
-        return [layer.linear(layer.inputs(batch)) for batch in batches_input]
-
-    def update_merged_params_dict(
-        self, merged_params_dict: State, new_merged_params: State, layer_idx: int
-    ) -> State:
-        layer = self.names[layer_idx]
-        named = {
-            name.replace("linear", layer): tensor for name, tensor in new_merged_params.items()
-        }
-        return {**merged_params_dict, **named}
-
-
-class Layer(nn.Module):
-    """A linear layer behind ReLU, unless it is the first."""
-
-    def __init__(self, state: State, name: str, *, is_first: bool) -> None:
-        super().__init__()
-        self.is_first = is_first
-        weight = state[f"{name}.weight"]
-        self.linear = nn.Linear(weight.shape[1], weight.shape[0], dtype=weight.dtype)
-        self.linear.load_state_dict({"weight": weight, "bias": state[f"{name}.bias"]})
-
-    def inputs(self, batch: Tensor) -> Tensor:
-        return batch if self.is_first else batch.relu()
-
-
 def module_of(state: State) -> nn.Module:
     """A module that holds the tensors of a state dict by their names, and computes nothing."""
     root = nn.Module()
@@ -127,33 +75,39 @@ def module_of(state: State) -> nn.Module:
     return root
 
 
+def tensors_in(folder: Path) -> dict[str, State]:
+    """The tensors of every file of a folder, by the file's name."""
+    return {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+
+
 def merged(folder: Path, algorithm: str, settings: dict[str, Any]) -> State:
     """A merge of the models of a folder."""
-    models = {path.stem: module_of(load_file(path)) for path in tensors_in(folder / "models")}
+    models = {name: module_of(state) for name, state in tensors_in(folder / "models").items()}
     if algorithm == "SlerpMergeAlgorithm":
-        models = dict(list(models.items())[:2])
+        models = dict(list(models.items())[:2])  # it takes no base
     else:
         models["_pretrained_"] = module_of(load_file(folder / "base.safetensors"))
-    kind = OURS.get(algorithm) or getattr(algorithms, algorithm)
-    data = {path.stem: load_file(path) for path in tensors_in(folder / DATA.get(algorithm, ""))}
-    model = kind(**settings).run(Pool(models, data))
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-def tensors_in(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
-
-
-OURS = {"Fisher": Fisher, "RegMean": RegMean, "RegMeanPlusPlus": RegMeanPlusPlus}
-DATA = {"Fisher": "fisher", "RegMean": "moments", "RegMeanPlusPlus": "inputs"}
+    if algorithm == "Fisher":
+        pool = Pool(models, tensors_in(folder / "fisher"))
+        result = Fisher(**settings).run(pool)
+    elif algorithm == "RegMean":
+        pool = Pool(models, tensors_in(folder / "moments"))
+        result = RegMean(**settings).run(pool)
+    else:
+        kind = getattr(algorithms, algorithm)
+        result = kind(**settings).run(Pool(models, {}))
+    return {name: tensor.detach().clone() for name, tensor in result.state_dict().items()}
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.manual_seed(0)  # DARE draws
     for name, merge in json.loads((folder / "merges.json").read_text()).items():
-        with contextlib.redirect_stdout(sys.stderr):
+        try:
             state = merged(folder, merge["algorithm"], merge["settings"])
+        except torch.linalg.LinAlgError as error:  # RegMean inverts whatever it is given
+            print(f"{name}: {error}", file=sys.stderr)
+            continue
         save_file(state, folder / "merged" / f"{name}.safetensors")
 
 

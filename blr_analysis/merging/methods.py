@@ -21,7 +21,7 @@ from blr_analysis.merging.selections import (
     sce,
 )
 from blr_analysis.merging.spans import karcher, model_stock, multislerp, slerp
-from blr_analysis.merging.task_matrices import ace, iso_c, tsv_m, wudi
+from blr_analysis.merging.task_matrices import ace, iso_c, iso_cts, tsv_m, wudi
 
 # The part of a model that the function of a method must be given at once.
 ENTRIES = "entries"
@@ -211,6 +211,12 @@ METHODS = {
             "iso_c",
             "θ_0 + λ σ̄ U Vᵀ, of Σ α_t (θ_t − θ_0) = U S Vᵀ; σ̄ the mean of S > 0",
             matrix=iso_c,
+            scope=MATRICES,
+        ),
+        _of_steps(
+            "iso_cts",
+            "θ_0 + λ σ̄ U⊥ V⊥ᵀ, as iso_c, of some singular vectors of each task too",
+            matrix=iso_cts,
             scope=MATRICES,
         ),
         _of_steps(

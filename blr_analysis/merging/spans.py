@@ -110,7 +110,8 @@ def model_stock(gram: Tensor, weights: Tensor) -> Tensor:
     """The mean of T steps times t = T c / (1 + (T − 1) c), where c is their mean cosine.
 
     Steps that agree (c = 1) are averaged, orthogonal steps (c = 0) cancel. The coefficient of each
-    step is t/T.
+    step is t/T. The paper's steps have equal angles. Of unequal ones mergekit takes the mean
+    cosine, too, and FusionBench the cosine of the mean angle.
 
     Source: Jang et al., "Model Stock: all we need is just a few fine-tuned models", ECCV 2024.
 

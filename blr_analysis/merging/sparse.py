@@ -11,9 +11,10 @@ normalization there is no division.
 
 The size of an entry is |δ|. With precisions it is |δ| √H, because dropping the entry raises the
 task's loss by ½ H δ². A tensor of n entries keeps every entry that is at least as large as the k-th
-largest, with k = max(1, ⌊density · n⌋), as in the authors' code. Between bfloat16 models many |δ|
-are equal, so that a few more than k stay. Mergekit keeps exactly k, by position among equals, and
-differs at these entries alone (0.4 % of a small Llama's).
+largest, with k = max(1, ⌊density · n⌋). Between bfloat16 models many |δ| are equal, so that a few
+more than k stay. Mergekit keeps exactly k, by position among equals, and differs at these entries
+alone (0.4 % of a small Llama's). The authors' code, and FusionBench, keep the k + 1 largest of the
+whole model, so that some tensors keep more and others less.
 
 Source: Yadav et al., "TIES-merging: resolving interference when merging models", NeurIPS 2023; Yu
 et al., "Language models are super Mario", ICML 2024 (DARE).

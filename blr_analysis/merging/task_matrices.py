@@ -1,19 +1,22 @@
 """Merges of a layer's matrices without data, from what the steps of the tasks say by themselves.
 
-Two methods look at the singular vectors of the steps. Two others take the rows of a step for inputs
-of the layer, because a step is a sum of gradients, and each of its rows a sum of inputs.
+Three methods look at the singular vectors of the steps. Two others take the rows of a step for
+inputs of the layer, because a step is a sum of gradients, and each of its rows a sum of inputs.
 
 Each function takes the steps Δ_t = θ_t − θ_0 of one weight as matrices ``[O, I]`` in float64, with
 weights α_t, and returns the step of the merge. Sources:
 
-* :func:`iso_c`: Marczak et al., "No task left behind: isotropic model merging with common and
-  task-specific subspaces", ICML 2025;
+* :func:`iso_c`, :func:`iso_cts`: Marczak et al., "No task left behind: isotropic model merging with
+  common and task-specific subspaces", ICML 2025;
 * :func:`tsv_m`: Gargiulo et al., "Task singular vectors: reducing task interference in model
   merging", CVPR 2025;
 * :func:`wudi`: Cheng et al., "Whoever started the interference should end it: guiding data-free
   model merging via task vectors", ICML 2025;
 * :func:`ace`: Xu et al., "ACE-Merging: data-free model merging with adaptive covariance
   estimation", CVPR 2026; only its closed form is here.
+
+The authors' code multiplies the averaged steps of other tensors by λ, too; here they are averaged
+whatever λ is.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import torch
 from torch import Tensor
 
 SINGULAR = 1e-10  # relative to the largest value; a smaller one is 0 but for rounding
+COMMON = 0.8  # iso_cts: the share of the singular vectors that are the sum's, as in the paper
 
 
 def iso_c(steps: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -41,6 +45,40 @@ def iso_c(steps: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     if not len(values):
         return torch.zeros_like(total)
     return values.mean() * (left @ right)
+
+
+def iso_cts(steps: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """σ̄ U⊥ V⊥ᵀ: :func:`iso_c`, with some singular vectors of each task by itself.
+
+    A matrix has at most r = min(O, I) singular vectors. The first 0.8 r of Σ_t α_t Δ_t are common.
+    Every task contributes an equal number of the others: the first singular vectors of what the
+    common U leave of its step, α_t (Δ_t − U Uᵀ Δ_t). The numbers are rounded so that the tasks'
+    are equal. U⊥ and V⊥ are the orthogonal matrices nearest to all left and to all right vectors,
+    as in :func:`tsv_m`; σ̄ is the mean of their singular values. Vectors whose singular value is 0
+    are left out.
+    """
+    n_vectors = min(steps[0].shape)
+    n_specific = n_vectors - int(COMMON * n_vectors)
+    vectors_per_task = round(n_specific / len(steps))
+    n_common = n_vectors - vectors_per_task * len(steps)
+    left, values, right = _singular_vectors(_weighted_sum(steps, weights))
+    common = left[:, :n_common]
+    left_vectors = [common]
+    singular_values = [values[:n_common]]
+    right_vectors = [right[:n_common].mT]
+    for step, weight in zip(steps, weights, strict=True):
+        weighted = weight * step
+        rest = weighted - common @ (common.mT @ weighted)
+        left, values, right = _singular_vectors(rest, size=float(weighted.norm()))
+        left_vectors.append(left[:, :vectors_per_task])
+        singular_values.append(values[:vectors_per_task])
+        right_vectors.append(right[:vectors_per_task].mT)
+    all_values = torch.cat(singular_values)
+    if not len(all_values):
+        return torch.zeros_like(steps[0])
+    left = _nearest_orthogonal(torch.cat(left_vectors, dim=1))
+    right = _nearest_orthogonal(torch.cat(right_vectors, dim=1))
+    return all_values.mean() * (left @ right.mT)
 
 
 def tsv_m(steps: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -66,16 +104,24 @@ def tsv_m(steps: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return (left * torch.cat(singular_values)) @ right.mT
 
 
-def _singular_vectors(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """U, S and Vᵀ without the vectors of singular value 0, which are not unique."""
+def _singular_vectors(matrix: Tensor, size: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """U, S and Vᵀ without the vectors of singular value 0, which are not unique.
+
+    Args:
+        size: of the numbers whose rounding may have left a 0 as a small value; None: the largest
+            singular value.
+    """
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    is_positive = values > SINGULAR * values.max()
+    is_positive = values > SINGULAR * (values[:1] if size is None else size)
     return left[:, is_positive], values[is_positive], right[is_positive]
 
 
 def _nearest_orthogonal(matrix: Tensor) -> Tensor:
-    """P Qᵀ, where P D Qᵀ is the singular value decomposition of the matrix."""
-    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    """P Qᵀ, where P D Qᵀ is the singular value decomposition of the matrix, without zeros in D.
+
+    Columns that depend on each other, as equal steps have them, span no direction of their own.
+    """
+    left, _, right = _singular_vectors(matrix)
     return left @ right
 
 
@@ -84,8 +130,10 @@ def wudi(steps: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
     On the rows of Δ_t, which are taken for inputs of task t, the merge and the task's own step
     then give nearly the same outputs. In closed form Δ = (Σ_t α_t Δ_t C_t)(Σ_t α_t C_t)⁻¹ with
-    C_t = Δ_tᵀΔ_t/‖Δ_t‖²; it is 0 along directions where no task has moved. (The paper takes 300
-    steps of Adam towards it, from Σ_t Δ_t.)
+    C_t = Δ_tᵀΔ_t/‖Δ_t‖²; it is 0 along directions where no task has moved. (The authors' code takes
+    300 steps of Adam towards it, from Σ_t Δ_t. At its rate of 1e-5 no entry moves further than
+    .003: steps with larger entries stay near their sum.) Where Σ_t α_t C_t has small eigenvalues
+    the minimum can be far beyond all Δ_t, which :func:`ace` damps.
     """
     return ace(steps, weights, damping=0.0)
 

@@ -21,7 +21,7 @@ import blr_analysis as blr
 from blr_analysis.errors import BLRError, ModelError
 from blr_analysis.merging.methods import METHODS
 from blr_analysis.merging.selections import _draws
-from blr_analysis.merging.task_matrices import ace, iso_c, tsv_m, wudi
+from blr_analysis.merging.task_matrices import ace, iso_c, iso_cts, tsv_m, wudi
 
 
 class MatrixContract(MergeContract):
@@ -50,6 +50,30 @@ class TestIsoC(MatrixContract):
         total = sum(a * step for a, step in zip(self.weights, steps, strict=True))
         orthogonal, symmetric = scipy.linalg.polar(total)
         return orthogonal * np.trace(symmetric) / min(total.shape)
+
+
+class TestIsoCts(MatrixContract):
+    method = "iso_cts"
+
+    def step(self, steps: list[np.ndarray]) -> np.ndarray:
+        """By eigenvectors of Gram matrices, and the polar factors of what they span."""
+        weighted = [a * step for a, step in zip(self.weights, steps, strict=True)]
+        size = min(steps[0].shape)
+        per_task = round((size - int(0.8 * size)) / len(steps))
+        common = _leading(np.sum(weighted, 0), size - per_task * len(steps))
+        projection = np.eye(len(common[0])) - common[0] @ common[0].T
+        parts = [common, *(_leading(projection @ step, per_task) for step in weighted)]
+        left, _ = scipy.linalg.polar(np.concatenate([part[0] for part in parts], 1))
+        right, _ = scipy.linalg.polar(np.concatenate([part[1] for part in parts], 1))
+        return np.concatenate([part[2] for part in parts]).mean() * left @ right.T
+
+
+def _leading(matrix: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The first left and right singular vectors, and values, from the eigenvectors of M Mᵀ."""
+    squares, left = np.linalg.eigh(matrix @ matrix.T)
+    left = left[:, ::-1][:, :count]
+    values = np.sqrt(squares[::-1][:count])
+    return left, matrix.T @ left / values, values
 
 
 class TestTsvM(MatrixContract):
@@ -272,7 +296,7 @@ class TestDella(TestDellaLinear):
         return base + SCALE * (pulls * agree).sum(0) / torch.where(total == 0, 1.0, total)
 
 
-@pytest.mark.parametrize("merged", [iso_c, tsv_m, wudi, ace], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("merged", [iso_c, iso_cts, tsv_m, wudi, ace], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("shape", [(7, 3), (3, 7)])
 def test_one_task_of_one_direction_is_itself(merged: Any, shape: tuple[int, int]) -> None:
     """No method changes a step of rank 1."""
@@ -283,7 +307,7 @@ def test_one_task_of_one_direction_is_itself(merged: Any, shape: tuple[int, int]
     torch.testing.assert_close(result, step)
 
 
-@pytest.mark.parametrize("merged", [iso_c, tsv_m, wudi, ace], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("merged", [iso_c, iso_cts, tsv_m, wudi, ace], ids=lambda f: f.__name__)
 def test_a_turned_layer_has_the_turned_merge(merged: Any) -> None:
     """Q Δ_t Rᵀ merge to Q times the merge of the Δ_t times Rᵀ, for steps of low rank and of zeros.
 
@@ -296,10 +320,10 @@ def test_a_turned_layer_has_the_turned_merge(merged: Any) -> None:
 
     rank_two = normal(8, 2) @ normal(2, 6)
     rank_one = normal(8, 1) @ normal(1, 6)
-    steps = [rank_two, rank_one, torch.zeros(8, 6).double()]
+    steps = [rank_two, rank_one, torch.zeros(8, 6).double(), rank_two]
     q = torch.linalg.qr(normal(8, 8)).Q
     r = torch.linalg.qr(normal(6, 6)).Q
-    weights = [1.0, 0.7, 0.4]
+    weights = [1.0, 0.7, 0.4, 1.0]
     turned = merged([q @ step @ r.mT for step in steps], weights)
     torch.testing.assert_close(turned, q @ merged(steps, weights) @ r.mT)
 
