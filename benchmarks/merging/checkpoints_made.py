@@ -27,25 +27,31 @@ TOKENIZER = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0},
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama of 16 layers whose widths are all proportional to ``scale`` (32: 551 million)."""
+    """The widths of a Llama.
 
-    scale: int
+    Attributes:
+        hidden: numbers between layers.
+        intermediate: numbers inside an MLP.
+        layers: the number of layers.
+        vocabulary: the number of tokens.
+        heads: heads of the attention.
+        positions: tokens of a text at most.
+    """
 
-    @property
-    def hidden(self) -> int:
-        return 48 * self.scale
-
-    @property
-    def vocabulary(self) -> int:
-        return 1000 * self.scale
+    hidden: int
+    intermediate: int
+    layers: int
+    vocabulary: int
+    heads: int
+    positions: int = 2048
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes."""
         h = self.hidden
-        f = 128 * self.scale
+        f = self.intermediate
         v = self.vocabulary
         yield "model.embed_tokens.weight", (v, h)
-        for layer in range(LAYERS):
+        for layer in range(self.layers):
             at = f"model.layers.{layer}"
             yield from ((f"{at}.self_attn.{part}_proj.weight", (h, h)) for part in "qkvo")
             yield from ((f"{at}.mlp.{part}_proj.weight", (f, h)) for part in ("gate", "up"))
@@ -67,13 +73,25 @@ class Shape:
             "model_type": "llama",
             "dtype": "bfloat16",
             "hidden_size": self.hidden,
-            "intermediate_size": 128 * self.scale,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": self.scale,
-            "num_key_value_heads": self.scale,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
             "vocab_size": self.vocabulary,
+            "max_position_embeddings": self.positions,
             "tie_word_embeddings": False,
         }
+
+
+def scaled(scale: int) -> Shape:
+    """A Llama of 16 layers whose widths are all proportional to ``scale`` (32: 551 million)."""
+    return Shape(
+        hidden=48 * scale,
+        intermediate=128 * scale,
+        layers=LAYERS,
+        vocabulary=1000 * scale,
+        heads=scale,
+    )
 
 
 @dataclass(frozen=True)
@@ -116,7 +134,7 @@ class Checkpoints:
 def shape_of(parameters: int) -> Shape:
     """The shape whose number of parameters is nearest."""
     near = max(1, round(math.sqrt(parameters / 551e6) * 32))
-    options = [Shape(s) for s in range(max(1, near - 1), near + 2)]
+    options = [scaled(s) for s in range(max(1, near - 1), near + 2)]
     return min(options, key=lambda s: abs(s.parameters - parameters))
 
 

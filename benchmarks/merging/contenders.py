@@ -95,7 +95,7 @@ def contenders(made: Checkpoints, peers: Path) -> list[Contender]:
         everybody.append(_command(made, method))
         everybody += _mergekit(made, method, mergekit)
     for method in METHODS_OF_MERGEKIT:
-        recipe = _written(made.root / f"{method}.yml", _recipe(made, method))
+        recipe = recipe_file(made, method)
         everybody.append(_raw(made, method))
         everybody.append(_script("ours", "run_recipe.py", recipe, method=method))
         if mergekit.exists():
@@ -103,9 +103,9 @@ def contenders(made: Checkpoints, peers: Path) -> list[Contender]:
     return everybody
 
 
-def _recipe(made: Checkpoints, method: str) -> dict[str, Any]:
-    """A recipe in float32 that writes bfloat16."""
-    way = METHODS_OF_MERGEKIT[method]
+def recipe_file(made: Checkpoints, method: str) -> Path:
+    """Write a recipe that both read; it computes in float32 and writes bfloat16."""
+    way = METHODS_OF_MERGEKIT.get(method, Inputs())
     models = []
     for model, weight in zip(made.models[: way.models], WEIGHTS, strict=False):
         parameters: dict[str, float] = dict(way.each)
@@ -117,7 +117,8 @@ def _recipe(made: Checkpoints, method: str) -> dict[str, Any]:
         recipe["base_model"] = str(made.base)
     if way.base == "first":
         recipe["base_model"] = str(made.models[0])
-    return {**recipe, "dtype": "float32", "out_dtype": "bfloat16"}
+    recipe |= {"dtype": "float32", "out_dtype": "bfloat16"}
+    return _written(made.root / f"{method}.yml", recipe)
 
 
 def inputs(made: Checkpoints, method: str) -> tuple[Path, ...]:

@@ -1,7 +1,8 @@
 """What ``--dry-run`` plans for layers of a large Llama, beside what the runs take.
 
-    python -m benchmarks.merging.planned [--hidden 1024] [--intermediate 2752] [--layers 1 2]
-        [--structures gram kron] [--folder DIR]
+    python -m benchmarks.merging.planned [--hidden 512 1024] [--intermediate 1376 2752]
+        [--layers 1] [--structures gram kron] [--folder DIR]
+        | python -m benchmarks.results merging_planned
 
 Makes a base and two fine-tunes with layers of these widths (a Llama of 7 billion parameters has
 4096 and 11008, and 32 of them), measures a precision of each fine-tune (``fisher``) and merges
@@ -10,7 +11,7 @@ them. Each command is a fresh process, planned and then run.
 * memory: of a run, the kernel's peak, less that of a process that only imports the package. Of a
   merge, ``--dry-run`` plans the buffers; files that are mapped come on top where they are resident.
 * disk: what the run writes.
-* seconds: of the whole process; merges are not timed by ``--dry-run``.
+* seconds: of the clock, without start-up and imports; merges are not timed by ``--dry-run``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,61 +30,25 @@ from safetensors.torch import save_file
 
 from benchmarks.__main__ import machine
 from benchmarks.merging import child
+from benchmarks.merging.checkpoints_made import Shape
 
 ROOT = Path(__file__).parents[2]
 WORDS = 500
-TEXTS = 4
+TEXTS = 64
 TOKENS = 32
 HEADS = 8
-COMMAND = "from blr_analysis.cli import main; raise SystemExit(main())"
 IMPORTS = "import torch, transformers, blr_analysis.huggingface, blr_analysis.merging"
-
-
-@dataclass(frozen=True)
-class Widths:
-    """A Llama with few words.
-
-    Attributes:
-        hidden: numbers between layers.
-        intermediate: numbers inside an MLP.
-        layers: the number of layers.
-    """
-
-    hidden: int
-    intermediate: int
-    layers: int
-
-    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes."""
-        h = self.hidden
-        f = self.intermediate
-        yield "model.embed_tokens.weight", (WORDS, h)
-        for layer in range(self.layers):
-            at = f"model.layers.{layer}"
-            yield from ((f"{at}.self_attn.{part}_proj.weight", (h, h)) for part in "qkvo")
-            yield from ((f"{at}.mlp.{part}_proj.weight", (f, h)) for part in ("gate", "up"))
-            yield f"{at}.mlp.down_proj.weight", (h, f)
-            yield from (
-                (f"{at}.{part}_layernorm.weight", (h,)) for part in ("input", "post_attention")
-            )
-        yield "model.norm.weight", (h,)
-        yield "lm_head.weight", (WORDS, h)
-
-    def config(self) -> dict[str, Any]:
-        """The ``config.json`` of transformers."""
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "dtype": "bfloat16",
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": HEADS,
-            "num_key_value_heads": HEADS,
-            "vocab_size": WORDS,
-            "max_position_embeddings": TOKENS,
-            "tie_word_embeddings": False,
-        }
+COMMAND = f"""
+import json, time
+{IMPORTS}
+from blr_analysis.cli import main
+started = time.perf_counter()
+code = main()
+if code:
+    raise SystemExit(code)
+print(json.dumps({{"inner": time.perf_counter() - started}}))
+"""
+DRY_RUN = f"{IMPORTS}; from blr_analysis.cli import main; raise SystemExit(main())"
 
 
 def tokenizer() -> Any:
@@ -97,19 +61,19 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0")
 
 
-def make(root: Path, widths: Widths) -> None:
+def make(root: Path, shape: Shape) -> None:
     """Write a base, two fine-tunes and texts."""
     words = tokenizer()
     for seed, name in enumerate(("base", "tuned1", "tuned2")):
         generator = torch.Generator().manual_seed(seed)
         tensors = {
-            key: torch.randn(shape, generator=generator).mul_(0.02).bfloat16()
-            for key, shape in widths.tensors()
+            key: torch.randn(sizes, generator=generator).mul_(0.02).bfloat16()
+            for key, sizes in shape.tensors()
         }
         folder = root / name
         folder.mkdir()
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(widths.config()))
+        (folder / "config.json").write_text(json.dumps(shape.config()))
         words.save_pretrained(folder)
     numbers = torch.randint(WORDS, (TEXTS, TOKENS), generator=torch.Generator().manual_seed(0))
     rows = [json.dumps({"text": " ".join(f"w{i}" for i in row)}) for row in numbers.tolist()]
@@ -117,14 +81,14 @@ def make(root: Path, widths: Widths) -> None:
 
 
 def run(*arguments: object) -> child.Run:
-    """A command of the package, in a process of its own."""
+    """A command of the package, in a process of its own; ``inner`` is without imports."""
     command = [sys.executable, "-W", "ignore", "-c", COMMAND, *map(str, arguments)]
     return child.run(command, [ROOT])
 
 
 def planned(*arguments: object) -> dict[str, Any]:
     """What a command's ``--dry-run`` says."""
-    command = [sys.executable, "-W", "ignore", "-c", COMMAND, *map(str, arguments)]
+    command = [sys.executable, "-W", "ignore", "-c", DRY_RUN, *map(str, arguments)]
     text = child.output([*command, "--dry-run", "--json"], [ROOT])
     return json.loads(text)["dry_run"]
 
@@ -146,7 +110,8 @@ def compared(root: Path, structure: str, start: int) -> Iterator[tuple[str, str,
     run("fisher", root / "tuned2", *arguments)
     yield "fisher", "memory, GB", (plan["memory"] - start) / 1e9, (measured.peak - start) / 1e9
     yield "fisher", "disk, GB", plan["disk"] / 1e9, bytes_in(root / "tuned1" / "precision") / 1e9
-    yield "fisher", "seconds", plan["seconds"], measured.seconds
+    assert measured.inner is not None
+    yield "fisher", "seconds", plan["seconds"], measured.inner
     recipe = {
         "merge_method": "fisher",
         "base_model": "base",
@@ -162,25 +127,36 @@ def compared(root: Path, structure: str, start: int) -> Iterator[tuple[str, str,
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--intermediate", type=int, default=2752)
-    parser.add_argument("--layers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--hidden", type=int, nargs="+", default=[512, 1024])
+    parser.add_argument("--intermediate", type=int, nargs="+", default=[1376, 2752])
+    parser.add_argument("--layers", type=int, nargs="+", default=[1])
     parser.add_argument("--structures", nargs="+", default=["gram", "kron"])
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     args = parser.parse_args(arguments)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    shapes = [
+        Shape(hidden, intermediate, layers, vocabulary=WORDS, heads=HEADS, positions=TOKENS)
+        for hidden, intermediate in zip(args.hidden, args.intermediate, strict=True)
+        for layers in args.layers
+    ]
     start = child.run([sys.executable, "-W", "ignore", "-c", IMPORTS], [ROOT]).peak
-    print(machine(), "", "| structure | layers | command | what | planned | measured | ratio |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        machine(),
+        "",
+        "| structure | widths | layers | command | what | planned | taken | ratio |",
+        sep="\n",
+    )
+    print("|---|---|---|---|---|---|---|---|", flush=True)
     for structure in args.structures:
-        for layers in args.layers:
+        for shape in shapes:
             root = Path(tempfile.mkdtemp(prefix="planned_", dir=args.folder))
             try:
-                make(root, Widths(args.hidden, args.intermediate, layers))
-                for command, what, plan, measured in compared(root, structure, start):
-                    numbers = f"{plan:.3g} | {measured:.3g} | {plan / measured:.2f}"
-                    print(
-                        f"| {structure} | {layers} | {command} | {what} | {numbers} |", flush=True
-                    )
+                make(root, shape)
+                for command, what, plan, taken in compared(root, structure, start):
+                    widths = f"{shape.hidden}, {shape.intermediate}"
+                    names = f"{structure} | {widths} | {shape.layers} | {command} | {what}"
+                    numbers = f"{plan:.3g} | {taken:.3g} | {plan / taken:.2f}"
+                    print(f"| {names} | {numbers} |", flush=True)
             finally:
                 shutil.rmtree(root, ignore_errors=True)
 

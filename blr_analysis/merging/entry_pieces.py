@@ -1,8 +1,9 @@
-"""The tensors of a merge that are merged entry by entry, or by rows, whole tensors or matrices."""
+"""The tensors of a merge that are merged entry by entry, or by rows or matrices."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,9 +11,9 @@ from torch import Tensor
 from blr_analysis.errors import InputError
 from blr_analysis.files import Scratch
 from blr_analysis.merging import sparse
-from blr_analysis.merging.formula import PrecisionValue, combine_into
-from blr_analysis.merging.merge_plan import AVERAGED, COPIED, MergePlan, TensorPlan
-from blr_analysis.merging.methods import MATRICES, ROWS
+from blr_analysis.merging.formula import BLOCK, PrecisionValue, combine_into
+from blr_analysis.merging.merge_plan import AVERAGED, COPIED, MERGED, MergePlan, TensorPlan
+from blr_analysis.merging.methods import ENTRIES, MATRICES, ROWS
 from blr_analysis.merging.piece import (
     Inputs,
     Piece,
@@ -21,7 +22,22 @@ from blr_analysis.merging.piece import (
     check_inputs,
     read_inputs,
 )
-from blr_analysis.merging.selections import drop_by_size, middle
+from blr_analysis.merging.selections import Blocks, Select, drop_by_size
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What a method has measured on a whole tensor.
+
+    Attributes:
+        coefficients: of each model in the sum; empty: its weight.
+        limits: of each model, the sizes of the smallest and the largest entry that stay.
+        select: the step of the merge, from a block of the base and the models' steps.
+    """
+
+    coefficients: Sequence[float] = ()
+    limits: Sequence[tuple[int, int]] = ()
+    select: Select | None = None
 
 
 class EntryMerger:
@@ -49,20 +65,15 @@ class EntryMerger:
             The number of entries without a precision, where task arithmetic stands.
         """
         tensor = piece.tensor
-        needs_all_at_once = tensor.is_whole or tensor.scope == ROWS
-        if needs_all_at_once:
-            self._merge_entries(tensor, piece.start, piece.stop, None)
-            return 0
         measures = self._measures(tensor)
+        step = self.plan.step(tensor)
         undefined = 0
-        for start in range(piece.start, piece.stop, self.plan.chunk):
-            stop = min(start + self.plan.chunk, piece.stop)
+        for start in range(piece.start, piece.stop, step):
+            stop = min(start + step, piece.stop)
             undefined += self._merge_entries(tensor, start, stop, measures)
         return undefined
 
-    def _merge_entries(
-        self, tensor: TensorPlan, start: int, stop: int, measures: Sequence[float] | None
-    ) -> int:
+    def _merge_entries(self, tensor: TensorPlan, start: int, stop: int, measures: Measures) -> int:
         """Merge some entries and write them; the number of them without a precision."""
         if tensor.fate == COPIED:
             values = self.plan.reference.read(tensor.name, start, stop, self.scratch)
@@ -85,25 +96,27 @@ class EntryMerger:
         tensor: TensorPlan,
         start: int,
         inputs: Inputs,
-        measures: Sequence[float] | None,
+        measures: Measures,
         result: Tensor,
     ) -> int:
         """Merge into ``result``; the number of entries that have no precision."""
         if tensor.fate == AVERAGED:
             zeros = [0.0] * len(inputs.models)
             weights = tensor.weights
-            combine_into(result, None, inputs.models, weights, zeros, 0.0, self.scratch)
+            combine_into(
+                result, None, inputs.models, weights, zeros, 0.0, self.scratch, counts=False
+            )
             return 0
         if self.method.matrix is not None and tensor.scope == MATRICES:
             self._combine_matrices(tensor, inputs, result)
             return 0
-        if self.method.select is not None:
-            self._combine_selected(tensor, inputs, result)
+        if measures.select is not None:
+            self._combine_selected(tensor, inputs, measures.select, result)
             return 0
         if self.method.thinned:
             self._combine_thinned(tensor, start, inputs, measures, result)
             return 0
-        weights = tensor.weights if measures is None else measures
+        weights = measures.coefficients or tensor.weights
         return combine_into(
             result,
             inputs.base,
@@ -112,6 +125,7 @@ class EntryMerger:
             inputs.precisions,
             inputs.base_precision,
             self.scratch,
+            counts=self.method.uses_precisions,
         )
 
     def _combine_matrices(self, tensor: TensorPlan, inputs: Inputs, result: Tensor) -> None:
@@ -135,17 +149,16 @@ class EntryMerger:
         step = merged.reshape(-1).mul(tensor.scale).to(inputs.device)
         result.copy_(inputs.base.double() + step)
 
-    def _combine_selected(self, tensor: TensorPlan, inputs: Inputs, result: Tensor) -> None:
-        """θ_0 plus the step that :mod:`blr_analysis.merging.selections` gives."""
-        assert inputs.base is not None and self.method.select is not None
+    def _combine_selected(
+        self, tensor: TensorPlan, inputs: Inputs, select: Select, result: Tensor
+    ) -> None:
+        """θ_0 plus the step that :mod:`blr_analysis.merging.selections` gives, block by block."""
+        assert inputs.base is not None
         check_inputs(self.plan, tensor, inputs.base, inputs.models)
-        shape = tensor.spec.shape if tensor.is_whole else (-1,)
-        base = inputs.base.to(self.dtype)
-        steps = torch.stack(inputs.steps(self.dtype))
-        step = self.method.select(
-            base.view(shape), steps.view(len(steps), *shape), self.plan.selection
-        )
-        torch.add(base, step.reshape(-1), out=result)
+        for low, high in self._block_bounds(tensor, len(result)):
+            base, steps = self._shaped(tensor, inputs.block(low, high))
+            step = select(base, steps)
+            torch.add(base.view(-1), step.view(-1), out=result[low:high])
 
     def _rounded(self, result: Tensor, dtype: torch.dtype) -> Tensor:
         """The result, rounded to the dtype that is written."""
@@ -153,50 +166,116 @@ class EntryMerger:
             return result
         return self.scratch.array("rounded", len(result), dtype, result.device).copy_(result)
 
-    def _measures(self, tensor: TensorPlan) -> list[float] | None:
-        """What a method must measure on a whole tensor before it merges the first entry.
-
-        Returns:
-            For each model its coefficient in the sum, or the size from which its entries stay; None
-            where nothing is measured, and one pass over the tensor is enough.
-        """
+    def _measures(self, tensor: TensorPlan) -> Measures:
+        """What the method must know of a whole tensor before it merges the first entry."""
+        if tensor.fate != MERGED:
+            return Measures()
+        if self.method.select is not None:
+            blocks = Blocks(lambda: self._shaped_blocks(tensor), tensor.spec.numel)
+            return Measures(select=self.method.select(blocks, self.plan.selection))
         if self.plan.passes(tensor) == 1:
-            return None
+            return Measures()
         if self.method.span is not None:
             weights = torch.tensor(tensor.weights, dtype=torch.float64)
             try:
-                return self.method.span(self._products(tensor), weights).tolist()
+                coefficients = self.method.span(self._products(tensor), weights)
             except InputError as error:
                 raise InputError(f"{tensor.name!r}: {error}") from error
-        return self._limits(tensor)
+            return Measures(coefficients=coefficients.tolist())
+        return Measures(limits=self._limits(tensor))
 
-    def _limits(self, tensor: TensorPlan) -> list[float]:
-        """For each model the size of the smallest entry that stays, see :func:`sparse.limits`."""
+    def _limits(self, tensor: TensorPlan) -> list[tuple[int, int]]:
+        """For each model the sizes of the smallest and the largest entry that stay.
+
+        They are those of :func:`sparse.limits`. Of "middle", the share γ of largest entries is left
+        out, or less where too few would stay.
+        """
+        numel = tensor.spec.numel
+        n_kept = [int(density * numel) for density in tensor.densities]
+        n_above = [0] * len(n_kept)
+        if self.method.thinned == "middle":
+            n_above = [
+                min(int(gamma * numel), numel - kept)
+                for gamma, kept in zip(tensor.gammas, n_kept, strict=True)
+            ]
+        else:
+            n_kept = [max(1, kept) for kept in n_kept]
 
         def sizes_by_block() -> Iterator[list[Tensor]]:
             for inputs in self._blocks(tensor):
-                steps = inputs.steps(self.dtype)
+                steps = self._steps(inputs, self.dtype)[1]
                 precisions = self._precisions_or_ones(inputs)
-                yield [
+                found = [
                     sparse.sizes(step, precision).cpu()
                     for step, precision in zip(steps, precisions, strict=True)
                 ]
+                yield found if not any(n_above) else [*found, *found]
 
-        counts = [max(1, int(density * tensor.spec.numel)) for density in tensor.densities]
-        return list(sparse.limits(sizes_by_block, counts))
+        smallest = [max(1, above + kept) for above, kept in zip(n_above, n_kept, strict=True)]
+        if not any(n_above):
+            limits = sparse.limits(sizes_by_block, smallest)
+            largest = [sparse.NO_LIMIT] * len(limits)
+        else:
+            both = sparse.limits(sizes_by_block, [*smallest, *(above + 1 for above in n_above)])
+            limits = both[: len(n_kept)]
+            largest = both[len(n_kept) :]
+        kept_or_none = [
+            limit if kept else sparse.NO_LIMIT for limit, kept in zip(limits, n_kept, strict=True)
+        ]
+        return list(zip(kept_or_none, largest, strict=True))
+
+    def _block_bounds(self, tensor: TensorPlan, stop: int) -> Iterator[tuple[int, int]]:
+        """The blocks of the first ``stop`` entries, of whole rows where rows are merged at once."""
+        length = BLOCK
+        if tensor.scope == ROWS:
+            length = max(1, BLOCK // tensor.row_length) * tensor.row_length
+        for low in range(0, stop, length):
+            yield low, min(low + length, stop)
 
     def _blocks(self, tensor: TensorPlan) -> Iterator[Inputs]:
         """A whole tensor, block by block."""
-        for start, stop in sparse.blocks(0, tensor.spec.numel):
+        for start, stop in self._block_bounds(tensor, tensor.spec.numel):
             yield read_inputs(self.plan, tensor, start, stop, self.scratch)
+
+    def _shaped_blocks(self, tensor: TensorPlan) -> Iterator[tuple[Tensor, Tensor]]:
+        """A whole tensor, block by block, as :meth:`_shaped`."""
+        for inputs in self._blocks(tensor):
+            yield self._shaped(tensor, inputs)
+
+    def _shaped(self, tensor: TensorPlan, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """θ_0 and the stacked θ_t − θ_0 of a block; in the tensor's shape where rows matter."""
+        base, steps = self._steps(inputs, self.dtype)
+        assert base is not None
+        if tensor.scope == ENTRIES:
+            return base, steps
+        shape = (-1, *tensor.spec.shape[1:]) if len(tensor.spec.shape) > 1 else (-1,)
+        return base.view(shape), steps.view(len(steps), *shape)
+
+    def _steps(self, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor | None, Tensor]:
+        """θ_0 and the θ_t − θ_0 of a block as rows of a matrix; without a base the θ_t.
+
+        They lie in buffers that the next block uses again.
+        """
+        count = len(inputs.models)
+        numel = len(inputs.models[0])
+        device = inputs.device
+        steps = self.scratch.array("steps", count * numel, dtype, device).view(count, numel)
+        base = None
+        if inputs.base is not None:
+            base = self.scratch.array("base", numel, dtype, device).copy_(inputs.base)
+        for step, model in zip(steps, inputs.models, strict=True):
+            step.copy_(model)
+            if base is not None:
+                step.sub_(base)
+        return base, steps
 
     def _products(self, tensor: TensorPlan) -> Tensor:
         """V Vᵀ of the models' steps, in float64."""
         count = len(tensor.weights)
         gram = torch.zeros(count, count, dtype=torch.float64)
         for inputs in self._blocks(tensor):
-            steps = torch.stack(inputs.steps(torch.float64)).cpu()
-            gram += steps @ steps.mT
+            _, steps = self._steps(inputs, torch.float64)
+            gram += (steps @ steps.mT).cpu()
         return gram
 
     def _precisions_or_ones(self, inputs: Inputs) -> list[PrecisionValue]:
@@ -210,24 +289,19 @@ class EntryMerger:
         tensor: TensorPlan,
         start: int,
         inputs: Inputs,
-        limits: Sequence[float] | None,
+        measures: Measures,
         result: Tensor,
     ) -> None:
         """:func:`blr_analysis.merging.sparse.combine_sparse`, block by block."""
-        must_see_rows = self.method.thinned in ("rank", "middle")
-        thinned = self._thinned_by_rows(tensor, start, inputs) if must_see_rows else None
-        for low, high in sparse.blocks(0, len(result)):
+        for low, high in self._block_bounds(tensor, len(result)):
             block = inputs.block(low, high)
-            assert block.base is not None
+            base, steps = self._steps(block, self.dtype)
+            assert base is not None
             precisions = self._precisions_or_ones(block)
-            if thinned is not None:
-                steps = [step[low:high] for step in thinned]
-            else:
-                steps = self._thinned_steps(tensor, start + low, block, limits)
             sparse.combine_sparse(
                 result[low:high],
-                block.base.to(self.dtype),
-                steps,
+                base,
+                self._thinned(tensor, start + low, steps, precisions, measures),
                 tensor.weights,
                 precisions,
                 elect=self.method.elect,
@@ -235,45 +309,46 @@ class EntryMerger:
                 scale=tensor.scale,
             )
 
-    def _thinned_steps(
-        self, tensor: TensorPlan, start: int, block: Inputs, limits: Sequence[float] | None
+    def _thinned(
+        self,
+        tensor: TensorPlan,
+        start: int,
+        steps: Tensor,
+        precisions: Sequence[PrecisionValue],
+        measures: Measures,
     ) -> list[Tensor]:
-        """The steps of a block; entries that are dropped by chance or by size are 0."""
-        steps = block.steps(self.dtype)
+        """The steps of a block; entries that do not stay are 0."""
+        if self.method.thinned == "rank":
+            return self._drop_by_rank(tensor, start, steps)
         if self.method.thinned == "chance":
             self._drop_by_chance(tensor, start, steps)
-        elif limits is not None:
-            precisions = self._precisions_or_ones(block)
-            for step, precision, limit in zip(steps, precisions, limits, strict=True):
-                sparse.zero_below(int(limit), step, sparse.sizes(step, precision))
-        return steps
+        for step, precision, limits in zip(steps, precisions, measures.limits, strict=False):
+            sparse.zero_outside(step, sparse.sizes(step, precision), *limits)
+        return list(steps)
 
-    def _thinned_by_rows(self, tensor: TensorPlan, start: int, inputs: Inputs) -> list[Tensor]:
-        """The thinned steps, by the methods that must see whole rows or tensors for it."""
-        job = self.plan.job
-        steps = inputs.steps(self.dtype)
-        if self.method.thinned == "middle":
-            settings = zip(steps, tensor.densities, tensor.gammas, strict=True)
-            return [middle(step, density, gamma) for step, density, gamma in settings]
-        length = tensor.row_length
+    def _drop_by_rank(self, tensor: TensorPlan, start: int, steps: Tensor) -> list[Tensor]:
+        """DELLA: random entries become 0, more of those that are small in their row."""
         thinned = []
         for t, step in enumerate(steps):
             rows = drop_by_size(
-                step.view(-1, length),
+                step.view(-1, tensor.row_length),
                 tensor.densities[t],
                 tensor.epsilons[t],
-                rescale=job.rescale,
-                key=f"{job.seed}\0{t}\0{tensor.name}",
-                first_row=start // length,
+                rescale=self.plan.job.rescale,
+                key=self._key(tensor, t),
+                start=start,
             )
-            thinned.append(rows.reshape(-1))
+            thinned.append(rows.view(-1))
         return thinned
 
-    def _drop_by_chance(self, tensor: TensorPlan, start: int, steps: Sequence[Tensor]) -> None:
+    def _drop_by_chance(self, tensor: TensorPlan, start: int, steps: Tensor) -> None:
         """DARE: random entries of each θ_t − θ_0 become 0, the others are rescaled, in place."""
-        job = self.plan.job
         for t, (step, density) in enumerate(zip(steps, tensor.densities, strict=True)):
-            mask = sparse.random_mask(density, len(step), job.seed, t, tensor.name, start)
-            step *= mask.to(step)
-            if job.rescale:
+            drawn = sparse.draws(self._key(tensor, t), start, start + len(step)).to(step)
+            step *= torch.lt(drawn, density, out=drawn)
+            if self.plan.job.rescale:
                 step /= density
+
+    def _key(self, tensor: TensorPlan, model: int) -> str:
+        """What seeds the draws of a tensor of a model."""
+        return f"{self.plan.job.seed}\0{model}\0{tensor.name}"

@@ -49,6 +49,8 @@ def combine_into(
     precisions: Sequence[PrecisionValue],
     base_precision: PrecisionValue,
     scratch: Scratch | None = None,
+    *,
+    counts: bool = True,
 ) -> int:
     """Merge one tensor of several models, all flat, into ``out``; see the module for the formula.
 
@@ -56,6 +58,9 @@ def combine_into(
     reference of precisions; without these, too, the result is the plain sum Σα θ. It works through
     blocks of :data:`BLOCK` entries, so that the result has the same bits however a tensor is cut at
     multiples of it. ``base_precision`` holds δ already.
+
+    Args:
+        counts: whether entries without a precision are counted, where all precisions are numbers.
 
     Returns:
         The number of entries where task arithmetic stands, see the module; what no model has
@@ -74,7 +79,8 @@ def combine_into(
         if numbers_only:
             shares, undefined = _shares(weights, precisions, base_precision)
             block.add_up(start, parts, shares)
-            fallback += int(_moved(start, parts).sum()) if undefined else 0
+            if undefined and counts:
+                fallback += int(_moved(start, parts).sum())
         else:
             cut = [_entries(precision, piece) for precision in precisions]
             fallback += block.match(start, parts, weights, cut, _entries(base_precision, piece))

@@ -12,7 +12,7 @@ from blr_analysis.checks import some
 from blr_analysis.errors import InputError
 from blr_analysis.files import Source, Spec
 from blr_analysis.merging.job import Job, Weight
-from blr_analysis.merging.methods import ENTRIES, MATRICES, TENSORS, Method
+from blr_analysis.merging.methods import ENTRIES, MATRICES, ROWS, Method
 from blr_analysis.merging.precisions import StoredPrecision
 from blr_analysis.merging.selections import Selection
 from blr_analysis.merging.tokens import Tokens
@@ -76,7 +76,7 @@ class TensorPlan:
         densities: for each model the share of θ_t − θ_0 that stays; empty if the method keeps all.
         scale: λ.
         epsilons, gammas: the settings of "della" and of "breadcrumbs", for each model.
-        scope: the part that must be merged at once: "entries", "rows", "tensors" or "matrices".
+        scope: the part that must be merged at once: "entries", "rows" or "matrices".
     """
 
     name: str
@@ -96,7 +96,7 @@ class TensorPlan:
     @property
     def is_whole(self) -> bool:
         """Whether the whole tensor must be merged at once."""
-        return self.scope in (TENSORS, MATRICES)
+        return self.scope == MATRICES
 
     @property
     def row_length(self) -> int:
@@ -256,6 +256,14 @@ class MergePlan:
         factors = sum(precision.factor_bytes(tensor.name) for precision in self.precisions)
         return bytes_of_entries + factors
 
+    def step(self, tensor: TensorPlan) -> int:
+        """The number of a tensor's entries that are merged at a time."""
+        if tensor.layer or tensor.is_whole:
+            return max(tensor.spec.numel, 1)
+        if tensor.scope == ROWS:
+            return max(1, self.chunk // tensor.row_length) * tensor.row_length
+        return self.chunk
+
     def passes(self, tensor: TensorPlan) -> int:
         """How often a tensor is read.
 
@@ -266,8 +274,8 @@ class MergePlan:
             return 1
         if self.method.span is not None:
             return 2
-        needs_limit = self.method.thinned == "size" and min(tensor.densities) < 1
-        return 3 if needs_limit else 1
+        needs_limit = self.method.thinned in ("size", "middle") and min(tensor.densities) < 1
+        return 3 if needs_limit else self.method.passes
 
 
 def _damped_per_entry(plan: MergePlan, tensor: TensorPlan) -> int:

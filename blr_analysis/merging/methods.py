@@ -13,6 +13,8 @@ from torch import Tensor
 
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.merging.selections import (
+    Blocks,
+    Select,
     Selection,
     arcee_fusion,
     nearswap,
@@ -26,7 +28,6 @@ from blr_analysis.merging.task_matrices import ace, iso_c, iso_cts, tsv_m, wudi
 # The part of a model that the function of a method must be given at once.
 ENTRIES = "entries"
 ROWS = "rows"
-TENSORS = "tensors"
 MATRICES = "matrices"  # the weights of layers; other tensors are averaged
 
 
@@ -50,12 +51,13 @@ class Method:
         models: the number of models that it takes; None: any.
         matrix: the merged step of a weight from the models' steps and weights
             (:mod:`blr_analysis.merging.task_matrices`).
-        select: the merged step from the models' steps, entry by entry
+        select: what gives the merged step of a block from the models' steps
             (:mod:`blr_analysis.merging.selections`).
+        passes: how often ``select`` reads a tensor, the merge itself included.
         positive: whether negative weights are refused: the merge minimises a sum, which has no
             minimum with them.
-        scope: what ``matrix``, ``select`` or a thinning must see at once: "entries", "rows",
-            "tensors" or "matrices".
+        scope: what ``matrix``, ``select`` or a thinning must see at once: "entries", "rows" or
+            "matrices".
         options: further arguments of :func:`blr_analysis.merge` that have an effect.
     """
 
@@ -71,7 +73,8 @@ class Method:
     span: Callable[[Tensor, Tensor], Tensor] | None = None
     models: int | None = None
     matrix: Callable[..., Tensor] | None = None
-    select: Callable[[Tensor, Tensor, Selection], Tensor] | None = None
+    select: Callable[[Blocks, Selection], Select] | None = None
+    passes: int = 1
     positive: bool = False
     scope: str = ENTRIES
     options: frozenset[str] = frozenset()
@@ -260,7 +263,6 @@ METHODS = {
             "breadcrumbs",
             "θ_0 + λ Σ α_t (θ_t − θ_0) without the largest γ and the smallest entries",
             thinned="middle",
-            scope=TENSORS,
             options=frozenset({"gamma"}),
         ),
         _of_steps(
@@ -268,14 +270,13 @@ METHODS = {
             "θ_0 + λ Σ α_t (θ_t − θ_0) of the elected sign, without the largest γ and the smallest",
             thinned="middle",
             elect=True,
-            scope=TENSORS,
             options=frozenset({"gamma"}),
         ),
         _of_steps(
             "sce",
             "θ_0 + the mean by energy of the θ_t − θ_0 of the elected sign, where they vary most",
             select=sce,
-            scope=TENSORS,
+            passes=4,
             options=frozenset({"select_topk"}),
         ),
         _of_steps(
@@ -290,7 +291,8 @@ METHODS = {
             "θ_0 + (θ_1 − θ_0) where |θ_1 − θ_0| times the row's divergence is an outlier",
             select=arcee_fusion,
             models=1,
-            scope=TENSORS,
+            scope=ROWS,
+            passes=3,
         ),
         _of_steps(
             "ram",
@@ -302,7 +304,7 @@ METHODS = {
             "ramplus_tl",
             "ram; where one model alone is above ε, times 1 + r min(overlap, α)",
             select=ramplus_tl,
-            scope=TENSORS,
+            passes=2,
             options=frozenset({"epsilon", "r", "alpha"}),
         ),
     )

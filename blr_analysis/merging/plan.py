@@ -30,7 +30,7 @@ from blr_analysis.merging.merge_plan import (
     TensorPlan,
     stored_per_entry,
 )
-from blr_analysis.merging.methods import MATRICES, ROWS, TENSORS
+from blr_analysis.merging.methods import MATRICES, ROWS
 from blr_analysis.merging.precisions import (
     StoredPrecision,
     check_belongs,
@@ -366,14 +366,15 @@ def _bytes_per_block(plan: MergePlan) -> int:
     """Bytes of the buffers of the arithmetic, which works block by block."""
     n_buffers = 7  # as in blr_analysis.merging.formula
     arithmetic = n_buffers * BLOCK * plan.job.dtype.itemsize
-    if not plan.method.thinned and plan.method.span is None:
+    method = plan.method
+    if not method.thinned and method.span is None and method.select is None:
         return arithmetic
     n_steps = 2 * len(plan.models) + 8  # all steps of a block, copies and masks of them
     return arithmetic + n_steps * BLOCK * FLOAT64_BYTES
 
 
 def _bytes_of_scope(plan: MergePlan, tensor: TensorPlan) -> int:
-    """Bytes for a tensor that is merged whole, or by rows; 0 where entries can be merged alone.
+    """Bytes for a tensor that is merged as a matrix or by rows; 0 if entries are merged alone.
 
     They hold the steps of all models, and singular vectors or masks of them.
     """
@@ -381,8 +382,6 @@ def _bytes_of_scope(plan: MergePlan, tensor: TensorPlan) -> int:
     bytes_per_entry = plan.job.dtype.itemsize * (4 * n_models + 10)
     if tensor.scope == MATRICES:
         return FLOAT64_BYTES * (4 * n_models + 8) * tensor.spec.numel
-    if tensor.scope == TENSORS:
-        return bytes_per_entry * tensor.spec.numel
     if tensor.scope == ROWS:
         return bytes_per_entry * max(tensor.row_length, BLOCK)
     return 0

@@ -1,7 +1,9 @@
-"""Merges of task vectors that set a part of their entries to 0: TIES and DARE.
+"""Merges of task vectors that set a part of their entries to 0: TIES, DARE and Breadcrumbs.
 
-A share ``density`` of the entries of every δ_t = θ_t − θ_0 stays: the largest (TIES), or random
-ones (DARE). The others become 0. The merge is, entry by entry,
+A share ``density`` of the entries of every δ_t = θ_t − θ_0 stays: the largest (TIES), random ones
+(DARE), or those of middle size (Breadcrumbs): the largest but for the share γ of still larger ones,
+of which fewer are left out where too few would stay. The others become 0. The merge is, entry by
+entry,
 
     θ = θ_0 + λ Σ_t α_t H_t δ_t s_t / Σ_t α_t H_t s_t,      H_t = 1 where no precisions weigh
 
@@ -17,7 +19,8 @@ alone (0.4 % of a small Llama's). The authors' code, and FusionBench, keep the k
 whole model, so that some tensors keep more and others less.
 
 Source: Yadav et al., "TIES-merging: resolving interference when merging models", NeurIPS 2023; Yu
-et al., "Language models are super Mario", ICML 2024 (DARE).
+et al., "Language models are super Mario", ICML 2024 (DARE); Davari and Belilovsky, "Model
+breadcrumbs: scaling multi-task model merging with sparse masks", ECCV 2024.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from torch import Tensor
 from blr_analysis.merging.formula import BLOCK, PrecisionValue
 
 VALUES_OF_HALF = 2**16  # the number of values of 16 bits, half of a float32
+NO_LIMIT = 0x7F800000  # the bits of inf: no entry is as large
 NO_WEIGHT = 1e-8  # a smaller sum of weights divides nothing
 
 
@@ -112,29 +116,31 @@ def _ranked(histogram: Tensor, rank: int) -> _Ranked:
     return _Ranked(value, rank - n_larger)
 
 
-def zero_below(limit: int, step: Tensor, size: Tensor) -> None:
-    """Set the entries of a step to 0 that are smaller than a limit of :func:`limits`."""
-    float_limit = torch.tensor(limit, dtype=torch.int32).view(torch.float32).item()
-    mask = torch.ge(size.view(torch.float32), float_limit, out=torch.empty_like(step))
-    step *= mask
+def zero_outside(step: Tensor, size: Tensor, smallest: int, largest: int) -> None:
+    """Set the entries of a step to 0 that are smaller or larger than limits of :func:`limits`."""
+    values = size.view(torch.float32)
+    bounds = torch.tensor([smallest, largest], dtype=torch.int32).view(torch.float32).tolist()
+    step *= torch.ge(values, bounds[0], out=torch.empty_like(step))
+    if largest != NO_LIMIT:
+        step *= torch.le(values, bounds[1], out=torch.empty_like(step))
 
 
-def random_mask(density: float, count: int, seed: int, model: int, name: str, start: int) -> Tensor:
-    """A mask of the entries that stay at random, among ``count`` entries from ``start`` on.
+def draws(key: str, start: int, stop: int) -> Tensor:
+    """Numbers from 0 to 1 for the entries ``[start, stop)`` of a tensor.
 
-    ``start`` is a multiple of BLOCK. The mask does not depend on shards, pieces or threads.
+    They depend on the key and the number of the entry alone, and not on shards, pieces or threads:
+    every :data:`BLOCK` of entries has a seed of its own.
 
-    >>> mask = random_mask(0.5, 8, 0, 0, "w", 0)
-    >>> torch.equal(mask, random_mask(0.5, 8, 0, 0, "w", 0))
+    >>> torch.equal(draws("w", 0, 9)[5:], draws("w", 5, 9))
     True
-    >>> torch.equal(mask, random_mask(0.5, 8, 1, 0, "w", 0))
-    False
     """
-    key = f"{seed}\0{model}\0{name}\0{start}".encode()
-    digest = hashlib.sha256(key).digest()
-    block_seed = int.from_bytes(digest[:8], "big") >> 1  # 63 bits, as torch takes them
-    generator = torch.Generator().manual_seed(block_seed)
-    return torch.rand(count, generator=generator) < density
+    pieces = []
+    for block in range(start - start % BLOCK, stop, BLOCK):
+        digest = hashlib.sha256(f"{key}\0{block}".encode()).digest()
+        seed = int.from_bytes(digest[:8], "big") >> 1  # 63 bits, as torch takes them
+        numbers = torch.rand(BLOCK, generator=torch.Generator().manual_seed(seed))
+        pieces.append(numbers[max(start - block, 0) : stop - block])
+    return torch.cat(pieces)
 
 
 def combine_sparse(

@@ -16,7 +16,6 @@ from blr_analysis.merging.entry_pieces import EntryMerger
 from blr_analysis.merging.layer_pieces import LayerMerger
 from blr_analysis.merging.layers import Solved
 from blr_analysis.merging.merge_plan import MergePlan, TensorPlan
-from blr_analysis.merging.methods import ROWS
 from blr_analysis.merging.piece import MergedPiece, Piece, Sink
 
 
@@ -96,10 +95,7 @@ def _pieces(plan: MergePlan) -> Iterator[Piece]:
         if is_solved_with_its_weight:
             continue
         size = tensor.spec.numel
-        must_be_whole = bool(tensor.layer) or plan.passes(tensor) > 1 or tensor.is_whole
-        step = max(size, 1) if must_be_whole else plan.chunk
-        if tensor.scope == ROWS:
-            step = max(1, plan.chunk // tensor.row_length) * tensor.row_length
+        step = max(size, 1) if plan.passes(tensor) > 1 else plan.step(tensor)
         for start in range(0, size, step):
             yield Piece(tensor, start, min(start + step, size))
 

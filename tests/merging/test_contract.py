@@ -16,7 +16,7 @@ from torch import Tensor
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError
-from blr_analysis.merging.sparse import random_mask
+from blr_analysis.merging.sparse import draws
 
 
 class TestGradientMatching(MergeContract):
@@ -86,17 +86,10 @@ class TestDareLinear(MergeContract):
     options: ClassVar[dict[str, Any]] = {"density": 0.25, "scale": SCALE, "seed": 3}
 
     def steps(self, base: Tensor, models: Tensor, name: str) -> Tensor:
-        """The steps with the package's random masks, block by block, divided by the density."""
+        """The steps where the package draws less than the density, divided by the density."""
         steps = models - base
-        block = 2**17
-        masks = []
-        for t, step in enumerate(steps.reshape(len(steps), -1)):
-            blocks = []
-            for start in range(0, len(step), block):
-                size = min(block, len(step) - start)
-                blocks.append(random_mask(0.25, size, 3, t, name, start))
-            masks.append(torch.cat(blocks))
-        return steps * torch.stack(masks).view_as(steps) / 0.25
+        drawn = [draws(f"3\0{t}\0{name}", 0, base.numel()) for t in range(len(steps))]
+        return steps * (torch.stack(drawn).view_as(steps) < 0.25) / 0.25
 
     def formula(self, base: Tensor, models: Tensor, h: Tensor, first: Tensor, name: str) -> Tensor:
         return base + SCALE * (self.shares(models) * self.steps(base, models, name)).sum(0)
