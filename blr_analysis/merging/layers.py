@@ -9,7 +9,8 @@ reference W_r is the base; if the method has no H_0, it is the average Σ α W /
 
 * Structure "gram": H W = W A, with one dense matrix A for all rows. The equation is solved exactly.
 * Structure "kron": H W = U_G (s ∘ (U_Gᵀ W U_A)) U_Aᵀ. A sum of such H is solved by conjugate
-  gradients, with the average factors as preconditioner.
+  gradients, with the average factors as preconditioner. Without off-diagonals (shrink 0), every H
+  is a number for each entry, and the equation a division.
 
 Three settings change every H_t:
 
@@ -103,6 +104,11 @@ class Factors:
         """Whether H multiplies every row of W by the same matrix, as "gram" does."""
         return self.basis.left is None and self.values.shape[1] == 1
 
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether H multiplies every entry of W by a number of its own."""
+        return self.shrink == 0
+
     def matrix(self) -> Tensor:
         """A of H W = W A, ``[g, I', I']``."""
         right = self.basis.right
@@ -110,6 +116,8 @@ class Factors:
 
     def times(self, w: Tensor, low: int = 0) -> Tensor:
         """H W. Where H acts on inputs only, W may be some rows, from row ``low`` on."""
+        if self.is_diagonal:
+            return _plus_rows(self.diagonal * w, self.rows, w, low)
         product = self.basis.back(self.values * self.basis.turn(w))
         if self.shrink != 1:
             product = torch.lerp(self.diagonal * w, product, self.shrink)
@@ -238,6 +246,9 @@ def solver(
     """
     precisions = [base_factors, *(part.precision for part in parts)]
     factors = [factor for factor in precisions if isinstance(factor, Factors)]
+    has_moments = any(isinstance(precision, Moments) for precision in precisions)
+    if not has_moments and all(factor.is_diagonal for factor in factors):
+        return _entry_by_entry(parts, base_factors, delta)
     if all(factor.acts_on_inputs_only for factor in factors):
         return dense(parts, base_factors, delta, shape)
     return _iterative(parts, base_factors, delta)
@@ -284,11 +295,25 @@ class _Equation:
             return torch.zeros_like(w)
         return part.precision.times(w, low)
 
-    def total_times(self, w: Tensor) -> Tensor:
+    def total_times(self, w: Tensor, low: int = 0) -> Tensor:
         """H̄ W."""
-        return self.base_times(w) + sum(
-            part.weight * self.part_times(part, w) for part in self.parts
+        return self.base_times(w, low) + sum(
+            part.weight * self.part_times(part, w, low) for part in self.parts
         )
+
+    def size_times(self, w: Tensor, low: int = 0) -> Tensor:
+        """(H_0 + Σ_t |α_t| H_t) W."""
+        return self.base_times(w, low) + sum(
+            abs(part.weight) * self.part_times(part, w, low) for part in self.parts
+        )
+
+    def pull(self, steps: Sequence[Tensor], low: int = 0) -> Tensor:
+        """Σ_t α_t (H_0 + H_t)(W_t − W_r), the right-hand side."""
+        total = torch.zeros_like(steps[0])
+        for part, step in zip(self.parts, steps, strict=True):
+            total += part.weight * self.base_times(step, low)
+            total += part.weight * self.part_times(part, step, low)
+        return total
 
 
 class _Total(NamedTuple):
@@ -352,12 +377,26 @@ def dense(
     def solve(base: Tensor | None, models: Sequence[Tensor], low: int = 0) -> tuple[Tensor, Solved]:
         reference = equation.reference(base, models)
         steps = [w - reference for w in models]
-        right = torch.zeros_like(reference)
-        for part, step in zip(parts, steps, strict=True):
-            right += part.weight * equation.base_times(step, low)
-            right += part.weight * equation.part_times(part, step, low)
-        step, undefined = divide(right, equation.arithmetic(steps), low)
+        step, undefined = divide(equation.pull(steps, low), equation.arithmetic(steps), low)
         return reference + step, Solved(undefined=undefined)
+
+    return solve
+
+
+def _entry_by_entry(parts: Sequence[Part], base_factors: Factors | None, delta: float) -> Solver:
+    """:func:`solver` where every H multiplies each entry by a number: a division."""
+    equation = _Equation(parts, base_factors, delta)
+
+    def solve(base: Tensor | None, models: Sequence[Tensor], low: int = 0) -> tuple[Tensor, Solved]:
+        reference = equation.reference(base, models)
+        steps = [w - reference for w in models]
+        ones = torch.ones_like(reference)
+        curvature = equation.total_times(ones, low)
+        is_defined = curvature > BOUND * equation.size_times(ones, low)
+        step = torch.where(
+            is_defined, equation.pull(steps, low) / curvature, equation.arithmetic(steps)
+        )
+        return reference + step, Solved(undefined=int((~is_defined).sum()))
 
     return solve
 
@@ -487,29 +526,29 @@ def _preconditioner(weighted: Sequence[tuple[float, Factors]], delta: float) -> 
 
 def _average_inputs(weighted: Sequence[tuple[float, Factors]]) -> Tensor:
     """Eigenvectors of the average A."""
-    matrices = []
-    for weight, factors in weighted:
-        vectors = factors.basis.right
-        values = factors.values.sum(1, keepdim=True)
-        matrices.append(abs(weight) * ((vectors * values) @ vectors.mT))
-    return _eigenvectors(matrices)
+    pairs = [
+        (factors.basis.right, abs(weight) * factors.values.sum(1, keepdim=True))
+        for weight, factors in weighted
+    ]
+    return _eigenvectors(pairs)
 
 
 def _average_outputs(weighted: Sequence[tuple[float, Factors]]) -> Tensor | None:
     """Eigenvectors of the average G; None where one of the precisions has no G."""
-    matrices = []
+    pairs = []
     for weight, factors in weighted:
-        vectors = factors.basis.left
-        if vectors is None:
+        if factors.basis.left is None:
             return None
         values = factors.values.sum(-1).unsqueeze(-2)
-        matrices.append(abs(weight) * ((vectors * values) @ vectors.mT))
-    return _eigenvectors(matrices)
+        pairs.append((factors.basis.left, abs(weight) * values))
+    return _eigenvectors(pairs)
 
 
-def _eigenvectors(matrices: Sequence[Tensor]) -> Tensor:
-    """The eigenvectors of the sum of some matrices."""
-    total = sum(matrices[1:], matrices[0])
+def _eigenvectors(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """The eigenvectors of the sum of some matrices U diag(s) Uᵀ, with one of them in memory."""
+    total = torch.zeros_like(pairs[0][0])
+    for vectors, values in pairs:
+        total.baddbmm_(vectors * values, vectors.mT)
     _, vectors = torch.linalg.eigh(total)
     return vectors
 

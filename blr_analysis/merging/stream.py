@@ -75,8 +75,10 @@ def stream(plan: MergePlan, sink: Sink, report_progress: Callable[[int], object]
     threads_before = torch.get_num_threads()
     torch.set_num_threads(1)  # the pool's threads are parallel enough
     pool = ThreadPoolExecutor(plan.workers)
+    # A thread of its own would take other memory than this one frees.
+    map_pieces = pool.map if plan.workers > 1 else map
     try:
-        for piece in pool.map(merge_piece, _pieces(plan)):
+        for piece in map_pieces(merge_piece, _pieces(plan)):
             if piece.undefined_entries:
                 outcome.fallback[piece.tensor] += piece.undefined_entries
             if piece.solution is not None:
