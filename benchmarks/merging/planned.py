@@ -1,6 +1,6 @@
 """What ``--dry-run`` plans for layers of a large Llama, beside what the runs take.
 
-    python -m benchmarks.merging.planned [--hidden 512 1024] [--intermediate 1376 2752]
+    python -m benchmarks.merging.planned [--hidden 512 768] [--intermediate 1376 2064]
         [--layers 1] [--structures gram kron] [--folder DIR]
         | python -m benchmarks.results merging_planned
 
@@ -11,7 +11,8 @@ them. Each command is a fresh process, planned and then run.
 * memory: of a run, the kernel's peak, less that of a process that only imports the package. Of a
   merge, ``--dry-run`` plans the buffers; files that are mapped come on top where they are resident.
 * disk: what the run writes.
-* seconds: of the clock, without start-up and imports; merges are not timed by ``--dry-run``.
+* seconds: of processors, without start-up and imports, because other programs change those of the
+  clock; so the clock by which ``--dry-run`` plans is theirs. Merges are not timed by it.
 """
 
 from __future__ import annotations
@@ -42,13 +43,19 @@ COMMAND = f"""
 import json, time
 {IMPORTS}
 from blr_analysis.cli import main
-started = time.perf_counter()
+started = time.process_time()
 code = main()
 if code:
     raise SystemExit(code)
-print(json.dumps({{"inner": time.perf_counter() - started}}))
+print(json.dumps({{"inner": time.process_time() - started}}))
 """
-DRY_RUN = f"{IMPORTS}; from blr_analysis.cli import main; raise SystemExit(main())"
+DRY_RUN = f"""
+import time
+{IMPORTS}
+time.perf_counter = time.monotonic = time.process_time
+from blr_analysis.cli import main
+raise SystemExit(main())
+"""
 
 
 def tokenizer() -> Any:
@@ -127,8 +134,8 @@ def compared(root: Path, structure: str, start: int) -> Iterator[tuple[str, str,
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--hidden", type=int, nargs="+", default=[512, 1024])
-    parser.add_argument("--intermediate", type=int, nargs="+", default=[1376, 2752])
+    parser.add_argument("--hidden", type=int, nargs="+", default=[512, 768])
+    parser.add_argument("--intermediate", type=int, nargs="+", default=[1376, 2064])
     parser.add_argument("--layers", type=int, nargs="+", default=[1])
     parser.add_argument("--structures", nargs="+", default=["gram", "kron"])
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))

@@ -466,8 +466,10 @@ def fisher_cost(
         settings: those of :class:`FisherSettings`.
     """
     chosen = FisherSettings(**settings)
+    started = time.monotonic()
     loaded = load_tuned(model, base=base, task=task, device=device)
     text_task = chosen.read(loaded, data).tokens.task(loaded)
+    seconds_of_loading = time.monotonic() - started
     n_parameters = sum(p.numel() for p in text_task.parameters().values())
     n_backward = _backward_passes(chosen, loaded, text_task)
     # In units of a forward and a backward pass, of which the forward pass is a third.
@@ -475,7 +477,10 @@ def fisher_cost(
     if chosen.structure == "kron":
         examples_run *= 2  # one sweep for the factors, one for their eigenvalues
     disk = n_parameters * (chosen.dtype or torch.float32).itemsize
-    return Forecast.of(text_task, examples_run, disk=disk, structure=chosen.structure)
+    cost = Forecast.of(
+        text_task, examples_run, disk=disk, structure=chosen.structure, summed=text_task.n_data
+    )
+    return replace(cost, seconds=seconds_of_loading + cost.seconds)
 
 
 def _backward_passes(settings: FisherSettings, loaded: Pretrained, task: Task) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunk, chunks
+from blr_analysis.backprop.inputs import InputMoments, Times, swept
 from blr_analysis.backprop.matrices import Joint
 from blr_analysis.data.examples import evenly_spread
 from blr_analysis.models import n_parameters
@@ -56,7 +57,14 @@ class Forecast:
 
     @classmethod
     def of(
-        cls, task: Task, swept: int, *, trained: int = 0, disk: int = 0, structure: str = ""
+        cls,
+        task: Task,
+        swept: int,
+        *,
+        trained: int = 0,
+        disk: int = 0,
+        structure: str = "",
+        summed: int = 0,
     ) -> Forecast:
         """The forecast for all sweeps and trainings of a run.
 
@@ -66,6 +74,7 @@ class Forecast:
             trained: the number of examples that all trainings take.
             disk: bytes that are written in addition to the posterior's factors.
             structure: the posterior's structure; "kron" and "gram" have factors.
+            summed: the number of examples whose factors are summed.
         """
         params = task.parameters()
         itemsize = next(iter(params.values())).element_size()
@@ -73,12 +82,19 @@ class Forecast:
         n_trained = sum(p.numel() for p in params.values())
         layers: list[Joint] = []
         if structure in FACTORED:
-            layers = _layers_with_factors(task, params, chunk, structure)
-            numbers_on_disk = _numbers_of_factors if structure == "kron" else _numbers_of_gram
-            disk += itemsize * sum(map(numbers_on_disk, layers))
+            if structure == "gram":
+                seen = _layers_with_inputs(task, params)
+                layers = list(seen.joints.values())
+                numbers = [_numbers_of_gram(joint, joint.key in seen.counts) for joint in layers]
+            else:
+                layers = _layers_with_factors(task, params, chunk)
+                numbers = [_numbers_of_factors(joint) for joint in layers]
+            disk += itemsize * sum(numbers)
         memory = peak_memory(task.device) + _bytes_of_fit(structure, layers, n_trained, itemsize)
-        seconds = swept * sweep_seconds(task, params)
+        seconds_per_example = sweep_seconds(task, params)
+        seconds = swept * seconds_per_example
         if layers:
+            seconds += summed * seconds_per_example * _work_of_sums(structure, layers)
             seconds += _seconds_of_eigenvectors(structure, layers, next(iter(params.values())))
         if trained:
             seconds += trained * step_seconds(task)
@@ -86,16 +102,34 @@ class Forecast:
         return cls((swept + trained) / task.n_data, memory, disk, seconds, coverage)
 
 
-def _layers_with_factors(
-    task: Task, params: dict[str, Tensor], chunk: Chunk, structure: str
-) -> list[Joint]:
-    """The model's weight matrices that get factors, each once."""
-    vocabulary = 0 if structure == "gram" else vocabulary_of(task, params)
+class _SeenLayers(InputMoments):
+    """The layers that passes run through, without the sums of their inputs.
+
+    Attributes:
+        joints: the layers' matrices, by their names.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joints: dict[str, Joint] = {}
+
+    def add(self, joint: Joint, rows: Tensor, times: Times, tensor: Tensor) -> None:
+        self.joints[joint.key] = joint
+
+
+def _layers_with_inputs(task: Task, params: dict[str, Tensor]) -> _SeenLayers:
+    """The model's weight matrices of which "gram" sums the inputs, tied tables among them."""
+    indices = evenly_spread(task.n_data, EXAMPLES_TIMED)
+    return swept(task.subset(indices).quiet, params, _SeenLayers())
+
+
+def _layers_with_factors(task: Task, params: dict[str, Tensor], chunk: Chunk) -> list[Joint]:
+    """The model's weight matrices that get Kronecker factors, each once."""
+    vocabulary = vocabulary_of(task, params)
     error = chunk.likelihood.error(chunk.outputs, chunk.targets)
     layers = {}
     for term in chunk.terms(error.unsqueeze(1), last=True):
-        is_diagonal = structure == "kron" and is_too_large(term)
-        factors = None if is_diagonal else term.factors(vocabulary=vocabulary)
+        factors = None if is_too_large(term) else term.factors(vocabulary=vocabulary)
         if factors is not None:
             joint = factors[0]
             layers[joint.key] = joint
@@ -127,6 +161,27 @@ def _sizes(structure: str, joint: Joint) -> list[int]:
     return [inputs, joint.layout.rows] if structure == "kron" else [inputs]
 
 
+def _work_of_sums(structure: str, layers: Sequence[Joint]) -> float:
+    """The work of the sums of an example's factors, in units of its forward and backward pass.
+
+    For each input position, the passes multiply a weight matrix [O, I] by two vectors. "gram" adds
+    up products of inputs, in float64, which takes twice as long. "kron" adds up products of inputs
+    and of output gradients in the first sweep. In the second it turns both into the eigenvectors
+    and adds up the squares of the gradients.
+    """
+    passes = 0
+    sums = 0
+    for joint in layers:
+        inputs = _inputs_of(joint)
+        outputs = joint.layout.rows
+        passes += 2 * inputs * outputs
+        if structure == "gram":
+            sums += 2 * inputs**2
+        else:
+            sums += 2 * (inputs**2 + outputs**2) + inputs * outputs
+    return sums / passes
+
+
 def _seconds_of_eigenvectors(structure: str, layers: Sequence[Joint], like: Tensor) -> float:
     """Seconds for the eigenvectors of all factors, which grow with the cube of their size."""
     dtype = like.dtype if structure == "kron" else torch.float64
@@ -134,9 +189,11 @@ def _seconds_of_eigenvectors(structure: str, layers: Sequence[Joint], like: Tens
     size = min(max(sizes), SIZE_TIMED)
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(size, size, generator=generator).to(like.device, dtype)
+    matrix = matrix @ matrix.mT
+    torch.linalg.eigh(matrix[:2, :2])  # the first call loads LAPACK
     wait_for(like.device)
     started = time.perf_counter()
-    torch.linalg.eigh(matrix @ matrix.mT)
+    torch.linalg.eigh(matrix)
     wait_for(like.device)
     elapsed = time.perf_counter() - started
     return elapsed * sum((n / size) ** 3 for n in sizes)
@@ -148,14 +205,16 @@ def _numbers_of_factors(joint: Joint) -> int:
     return joint.layout.groups * (inputs**2 + joint.layout.rows**2)
 
 
-def _numbers_of_gram(joint: Joint) -> int:
+def _numbers_of_gram(joint: Joint, is_table: bool) -> int:
     """How many numbers "gram" has more than a diagonal precision, for one weight matrix.
 
-    It stores A, and one row of eigenvalues in place of all rows of the diagonal.
+    It stores A, and one row of eigenvalues in place of all rows of the diagonal; of a head that is
+    the table of an embedding as well, also how often each row was looked up.
     """
     inputs = _inputs_of(joint)
     rows_saved = joint.layout.rows - 1
-    return joint.layout.groups * (inputs**2 - inputs * rows_saved)
+    look_ups = joint.layout.rows if is_table else 0
+    return joint.layout.groups * (inputs**2 - inputs * rows_saved) + look_ups
 
 
 def _inputs_of(joint: Joint) -> int:
