@@ -23,7 +23,9 @@ def merger(package: str) -> Callable[[Path, Path], object]:
         from blr_analysis.cli import main as command
 
         return lambda recipe, out: command(["merge", str(recipe), str(out)])
-    from mergekit.scripts.run_yaml import main as mergekit_yaml
+    from mergekit.scripts.run_yaml import (  # pyright: ignore[reportMissingImports]
+        main as mergekit_yaml,
+    )
 
     return lambda recipe, out: mergekit_yaml([str(recipe), str(out), *FLAGS], standalone_mode=False)
 

@@ -13,6 +13,10 @@ them. Each command is a fresh process, planned and then run.
 * disk: what the run writes.
 * seconds: of processors, without start-up and imports, because other programs change those of the
   clock; so the clock by which ``--dry-run`` plans is theirs. Merges are not timed by it.
+
+The last rows are the plan for all 32 layers of 7 billion parameters, by the same functions from the
+shapes alone. Nothing of that size is run: "taken" is the straight line through what the two smaller
+models took over what was planned for them, continued.
 """
 
 from __future__ import annotations
@@ -32,12 +36,18 @@ from safetensors.torch import save_file
 from benchmarks.__main__ import machine
 from benchmarks.merging import child
 from benchmarks.merging.checkpoints_made import Shape
+from blr_analysis.backprop.matrices import Joint, MatrixShape
+from blr_analysis.merging.plan import bytes_of_layer
+from blr_analysis.posterior.forecast import bytes_of_fit, numbers_of_factors, numbers_of_gram
 
 ROOT = Path(__file__).parents[2]
 WORDS = 500
 TEXTS = 64
 TOKENS = 32
 HEADS = 8
+LLAMA_7B = Shape(hidden=4096, intermediate=11008, layers=32, vocabulary=32_000, heads=32)
+FLOAT32_BYTES = 4
+BFLOAT16_BYTES = 2
 IMPORTS = "import torch, transformers, blr_analysis.huggingface, blr_analysis.merging"
 COMMAND = f"""
 import json, time
@@ -132,6 +142,50 @@ def compared(root: Path, structure: str, start: int) -> Iterator[tuple[str, str,
     yield "merge", "disk, GB", plan["bytes_written"] / 1e9, written / 1e9
 
 
+def layers_of(shape: Shape, structure: str) -> list[Joint]:
+    """The layers with factors: all of them, but for Kronecker factors of the head."""
+    layers = []
+    for name, sizes in shape.tensors():
+        has_factors = "_proj" in name or (name == "lm_head.weight" and structure == "gram")
+        if has_factors:
+            rows, columns = sizes
+            layers.append(Joint(name, None, MatrixShape(1, rows, columns, (rows, columns))))
+    return layers
+
+
+def planned_of(shape: Shape, structure: str) -> dict[tuple[str, str], float]:
+    """The plan for a model of these widths, by command and what is planned."""
+    layers = layers_of(shape, structure)
+    fit = bytes_of_fit(structure, layers, shape.parameters, FLOAT32_BYTES)
+    if structure == "gram":
+        numbers = sum(numbers_of_gram(layer, is_table=False) for layer in layers)
+    else:
+        numbers = sum(numbers_of_factors(layer) for layer in layers)
+    largest_layer = max(
+        bytes_of_layer(layer, 2, 2, has_outputs=structure == "kron") for layer in layers
+    )
+    return {
+        ("fisher", "memory, GB"): (FLOAT32_BYTES * shape.parameters + fit) / 1e9,
+        ("fisher", "disk, GB"): FLOAT32_BYTES * (shape.parameters + numbers) / 1e9,
+        ("merge", "memory, GB"): largest_layer / 1e9,
+        ("merge", "disk, GB"): BFLOAT16_BYTES * shape.parameters / 1e9,
+    }
+
+
+def continued(points: Sequence[tuple[float, float]], planned: float) -> float:
+    """The straight line through the first and the last point, at another plan."""
+    (first_plan, first), (last_plan, last) = points[0], points[-1]
+    slope = (last - first) / (last_plan - first_plan)
+    return last + slope * (planned - last_plan)
+
+
+def row(structure: str, shape: Shape, command: str, what: str, plan: float, taken: float) -> str:
+    """A line of the table."""
+    widths = f"{shape.hidden}, {shape.intermediate}"
+    names = f"{structure} | {widths} | {shape.layers} | {command} | {what}"
+    return f"| {names} | {plan:.3g} | {taken:.3g} | {plan / taken:.2f} |"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--hidden", type=int, nargs="+", default=[512, 768])
@@ -155,17 +209,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for structure in args.structures:
+        points: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for shape in shapes:
             root = Path(tempfile.mkdtemp(prefix="planned_", dir=args.folder))
             try:
                 make(root, shape)
                 for command, what, plan, taken in compared(root, structure, start):
-                    widths = f"{shape.hidden}, {shape.intermediate}"
-                    names = f"{structure} | {widths} | {shape.layers} | {command} | {what}"
-                    numbers = f"{plan:.3g} | {taken:.3g} | {plan / taken:.2f}"
-                    print(f"| {names} | {numbers} |", flush=True)
+                    points.setdefault((command, what), []).append((plan, taken))
+                    print(row(structure, shape, command, what, plan, taken), flush=True)
             finally:
                 shutil.rmtree(root, ignore_errors=True)
+        if len(shapes) > 1:
+            for (command, what), plan in planned_of(LLAMA_7B, structure).items():
+                taken = continued(points[command, what], plan)
+                print(row(structure, LLAMA_7B, command, what, plan, taken), flush=True)
 
 
 if __name__ == "__main__":

@@ -388,21 +388,37 @@ def _bytes_of_scope(plan: MergePlan, tensor: TensorPlan) -> int:
 
 
 def _bytes_of_layer(plan: MergePlan, layer: str) -> int:
-    """Bytes for the factors of a layer, the solution of its equation, and its rows, in float64."""
-    joint = plan.layers[layer]
+    """:func:`bytes_of_layer` of a layer of the plan."""
+    has_rows = any(precision.by_row(layer) for precision in plan.precisions)
+    return bytes_of_layer(
+        plan.layers[layer],
+        len(plan.models),
+        len(plan.precisions),
+        has_outputs=plan.has_outputs(layer),
+        has_rows=has_rows,
+    )
+
+
+def bytes_of_layer(
+    joint: Joint, n_models: int, n_precisions: int, *, has_outputs: bool, has_rows: bool = False
+) -> int:
+    """Bytes for the factors of a layer, the solution of its equation, and its rows, in float64.
+
+    Args:
+        has_outputs: whether the precisions have factors of the outputs, as "kron" does.
+        has_rows: whether each row adds a number to its eigenvalues, as in tied tables of "gram".
+    """
     n_outputs = joint.layout.rows
     n_inputs = joint.layout.columns
     if joint.bias is not None:
         n_inputs += 1
-    n_models = len(plan.models)
-    n_precisions = len(plan.precisions)
-    if any(precision.has_outputs(layer) for precision in plan.precisions):
+    if has_outputs:
         factors = n_outputs * n_outputs + n_inputs * n_inputs + 2 * n_outputs * n_inputs
         matrices = (2 * n_models + 8) * n_outputs * n_inputs
         numbers = (n_precisions + 3) * factors + matrices
     else:
         copies_of_rows = 2 * n_models + 6
-        if any(precision.by_row(layer) for precision in plan.precisions):
+        if has_rows:
             copies_of_rows += 6
         moments = (n_precisions + 5) * n_inputs * n_inputs
         numbers = moments + copies_of_rows * rows_at_once(joint) * n_inputs

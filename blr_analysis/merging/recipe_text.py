@@ -45,7 +45,12 @@ METHODS_OF_OTHERS = {
     "passthrough": "to stack layers, use mergekit",
 }
 # What is said of parameters and other keys of mergekit's that have no place here.
+WHOLE_TENSORS = "whole tensors are merged here, no rows: leave it out, or use mergekit"
 PARAMETERS_OF_MERGEKIT = {
+    "filter_wise": WHOLE_TENSORS,
+    "nuslerp_flatten": WHOLE_TENSORS,
+    "nuslerp_row_wise": WHOLE_TENSORS,
+    "normalize_weights": "weights are divided by their sum: leave it out, or use mergekit",
     "geodesic": "nuslerp has no other way: leave it out",
     "pad_to_multiple_of": "token tables are not padded here: leave it out",
     "tokens": "rows of single tokens are not chosen here: leave it out, or use mergekit",
@@ -331,7 +336,8 @@ def _complaints(fault: ValidationError) -> str:
         last = str(error["loc"][-1]) if error["loc"] else ""
         if error["type"] == "value_error":
             complaint = error["msg"].removeprefix("Value error, ")
-        if error["type"] == "extra_forbidden" and last in PARAMETERS_OF_MERGEKIT:
+        is_unsupported = error["type"] in ("extra_forbidden", "literal_error")
+        if is_unsupported and last in PARAMETERS_OF_MERGEKIT:
             complaint = PARAMETERS_OF_MERGEKIT[last]
         sentences.append(f"{key}: {complaint}")
     return "; ".join(sentences)

@@ -85,12 +85,12 @@ class Forecast:
             if structure == "gram":
                 seen = _layers_with_inputs(task, params)
                 layers = list(seen.joints.values())
-                numbers = [_numbers_of_gram(joint, joint.key in seen.counts) for joint in layers]
+                numbers = [numbers_of_gram(joint, joint.key in seen.counts) for joint in layers]
             else:
                 layers = _layers_with_factors(task, params, chunk)
-                numbers = [_numbers_of_factors(joint) for joint in layers]
+                numbers = [numbers_of_factors(joint) for joint in layers]
             disk += itemsize * sum(numbers)
-        memory = peak_memory(task.device) + _bytes_of_fit(structure, layers, n_trained, itemsize)
+        memory = peak_memory(task.device) + bytes_of_fit(structure, layers, n_trained, itemsize)
         seconds_per_example = sweep_seconds(task, params)
         seconds = swept * seconds_per_example
         if layers:
@@ -136,7 +136,7 @@ def _layers_with_factors(task: Task, params: dict[str, Tensor], chunk: Chunk) ->
     return list(layers.values())
 
 
-def _bytes_of_fit(structure: str, layers: Sequence[Joint], n_trained: int, itemsize: int) -> int:
+def bytes_of_fit(structure: str, layers: Sequence[Joint], n_trained: int, itemsize: int) -> int:
     """Bytes of a fitted posterior, and of what is in memory beside it at the end of the fit.
 
     "gram" sums the inputs of all layers in float64. Both structures turn a layer's sums into
@@ -146,7 +146,7 @@ def _bytes_of_fit(structure: str, layers: Sequence[Joint], n_trained: int, items
         return 2 * n_trained * itemsize  # a mean and a diagonal precision
     largest = max((size for joint in layers for size in _sizes(structure, joint)), default=0)
     if structure == "kron":
-        numbers = 2 * n_trained + sum(map(_numbers_of_factors, layers))
+        numbers = 2 * n_trained + sum(map(numbers_of_factors, layers))
         return itemsize * (numbers + COPIES * largest**2)
     n_sums = sum(joint.layout.groups * _inputs_of(joint) ** 2 for joint in layers)
     n_joint = sum(joint.layout.groups * joint.layout.rows * _inputs_of(joint) for joint in layers)
@@ -199,13 +199,13 @@ def _seconds_of_eigenvectors(structure: str, layers: Sequence[Joint], like: Tens
     return elapsed * sum((n / size) ** 3 for n in sizes)
 
 
-def _numbers_of_factors(joint: Joint) -> int:
+def numbers_of_factors(joint: Joint) -> int:
     """How many numbers the factors A and G of one weight matrix have."""
     inputs = _inputs_of(joint)
     return joint.layout.groups * (inputs**2 + joint.layout.rows**2)
 
 
-def _numbers_of_gram(joint: Joint, is_table: bool) -> int:
+def numbers_of_gram(joint: Joint, is_table: bool) -> int:
     """How many numbers "gram" has more than a diagonal precision, for one weight matrix.
 
     It stores A, and one row of eigenvalues in place of all rows of the diagonal; of a head that is
