@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blr_analysis.cli.options import Shared, dry_run, option, read_size
-from blr_analysis.errors import BLRError, InputError
+from blr_analysis.errors import BLRError, InputError, StorageError
 from blr_analysis.terminal import Teller
 
 if TYPE_CHECKING:
@@ -121,9 +121,7 @@ def merge(
         costs = show_preview(plan, job)
         typer.echo("\nNothing was written (--dry-run).")
         return dry_run(**costs)
-    if replaces_a_merge:
-        shutil.rmtree(target)
-    facts = write_model(plan, target, parsed.text, max_shard_bytes, say)
+    facts = write_model(plan, target, parsed.text, max_shard_bytes, say, replaces=replaces_a_merge)
     return {**facts, "tried": trials(choice)}
 
 
@@ -167,7 +165,13 @@ def job_of(
 
 
 def write_model(
-    plan: MergePlan, out: Path, recipe_text: str, max_shard_bytes: int, say: Callable[[str], None]
+    plan: MergePlan,
+    out: Path,
+    recipe_text: str,
+    max_shard_bytes: int,
+    say: Callable[[str], None],
+    *,
+    replaces: bool,
 ) -> dict[str, Any]:
     """Merge, write the model and its documents, and print what was done.
 
@@ -184,6 +188,7 @@ def write_model(
         out,
         max_shard_bytes=max_shard_bytes,
         documents=lambda written: documents(written, recipe_text),
+        replaces=replaces,
     )
     say("done")
     for sentence in outcome(report):
@@ -276,7 +281,9 @@ def check_place(out: Path | None, shared: Shared) -> bool:
         if not shared.dry_run:
             raise InputError("name the folder to write: blr-analysis merge RECIPE.yml OUT")
         return False
-    if shared.force and (out / REPORT).is_file():
+    if (out / REPORT).is_file():
+        if not shared.force:
+            raise StorageError(f"{str(out)!r} holds an earlier merge: --force replaces it.")
         return True
     check_free(out)
     return False

@@ -124,16 +124,18 @@ def execute(
     *,
     max_shard_bytes: int = SHARD,
     documents: Documents | None = None,
+    replaces: bool = False,
     progress: bool | None = None,
 ) -> MergeReport:
     """Carry out a plan: read and write piece by piece, and place the result as a whole.
 
     Args:
         plan: of :func:`blr_analysis.merging.plan.make_plan`.
-        out: a folder that is new or empty.
+        out: a folder that is new or empty, or that the result replaces.
         max_shard_bytes: the largest size of a shard (a larger tensor has its own).
         documents: a function of the report that returns texts by file name. They are saved beside
             the weights, and so are the checksums of all files (``merge_files.json``).
+        replaces: whether a folder that is there stays until the result is complete, and then goes.
         progress: whether a bar shows the throughput.
 
     Raises:
@@ -143,7 +145,8 @@ def execute(
     """
     started = time.perf_counter()
     target = Path(out).expanduser()
-    check_free(target)
+    if not replaces:
+        check_free(target)
     check_room(target, plan.bytes_written)
     with drafted(target) as draft:
         draft.mkdir()
@@ -168,7 +171,8 @@ def execute(
             for name, text in documents(report).items():
                 (draft / name).write_text(text, encoding="utf-8")
             _write_record(draft, shards.checksums)
-        check_free(target)
+        if not replaces:
+            check_free(target)
     return report
 
 
