@@ -48,6 +48,7 @@ HEADS = 8
 LLAMA_7B = Shape(hidden=4096, intermediate=11008, layers=32, vocabulary=32_000, heads=32)
 FLOAT32_BYTES = 4
 BFLOAT16_BYTES = 2
+PYTHON = ("env", "OMP_NUM_THREADS=1", sys.executable, "-W", "ignore", "-c")
 IMPORTS = "import torch, transformers, blr_analysis.huggingface, blr_analysis.merging"
 COMMAND = f"""
 import json, time
@@ -99,13 +100,13 @@ def make(root: Path, shape: Shape) -> None:
 
 def run(*arguments: object) -> child.Run:
     """A command of the package, in a process of its own; ``inner`` is without imports."""
-    command = [sys.executable, "-W", "ignore", "-c", COMMAND, *map(str, arguments)]
+    command = [*PYTHON, COMMAND, *map(str, arguments)]
     return child.run(command, [ROOT])
 
 
 def planned(*arguments: object) -> dict[str, Any]:
     """What a command's ``--dry-run`` says."""
-    command = [sys.executable, "-W", "ignore", "-c", DRY_RUN, *map(str, arguments)]
+    command = [*PYTHON, DRY_RUN, *map(str, arguments)]
     text = child.output([*command, "--dry-run", "--json"], [ROOT])
     return json.loads(text)["dry_run"]
 
@@ -200,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for hidden, intermediate in zip(args.hidden, args.intermediate, strict=True)
         for layers in args.layers
     ]
-    start = child.run([sys.executable, "-W", "ignore", "-c", IMPORTS], [ROOT]).peak
+    start = child.run([*PYTHON, IMPORTS], [ROOT]).peak
     print(
         machine(),
         "",

@@ -191,38 +191,35 @@ class EntryMerger:
         out, or less where too few would stay.
         """
         numel = tensor.spec.numel
-        n_kept = [int(density * numel) for density in tensor.densities]
-        n_above = [0] * len(n_kept)
-        if self.method.thinned == "middle":
-            n_above = [
-                min(int(gamma * numel), numel - kept)
-                for gamma, kept in zip(tensor.gammas, n_kept, strict=True)
-            ]
+        counts = [int(density * numel) for density in tensor.densities]
+        if self.method.thinned == "size":
+            ranks = [[max(1, count)] for count in counts]
         else:
-            n_kept = [max(1, kept) for kept in n_kept]
+            n_above = [
+                min(int(gamma * numel), numel - count)
+                for gamma, count in zip(tensor.gammas, counts, strict=True)
+            ]
+            ranks = [
+                [above + max(1, count), above + 1]
+                for above, count in zip(n_above, counts, strict=True)
+            ]
 
         def sizes_by_block() -> Iterator[list[Tensor]]:
             for inputs in self._blocks(tensor):
-                steps = self._steps(inputs, self.dtype)[1]
+                _, steps = self._steps(inputs, self.dtype)
                 precisions = self._precisions_or_ones(inputs)
-                found = [
+                yield [
                     sparse.sizes(step, precision).cpu()
                     for step, precision in zip(steps, precisions, strict=True)
                 ]
-                yield found if not any(n_above) else [*found, *found]
 
-        smallest = [max(1, above + kept) for above, kept in zip(n_above, n_kept, strict=True)]
-        if not any(n_above):
-            limits = sparse.limits(sizes_by_block, smallest)
-            largest = [sparse.NO_LIMIT] * len(limits)
-        else:
-            both = sparse.limits(sizes_by_block, [*smallest, *(above + 1 for above in n_above)])
-            limits = both[: len(n_kept)]
-            largest = both[len(n_kept) :]
-        kept_or_none = [
-            limit if kept else sparse.NO_LIMIT for limit, kept in zip(limits, n_kept, strict=True)
+        limits = sparse.limits(sizes_by_block, ranks)
+        if self.method.thinned == "size":
+            return [(smallest, sparse.NO_LIMIT) for (smallest,) in limits]
+        return [
+            (smallest if count else sparse.NO_LIMIT, largest)
+            for (smallest, largest), count in zip(limits, counts, strict=True)
         ]
-        return list(zip(kept_or_none, largest, strict=True))
 
     def _block_bounds(self, tensor: TensorPlan, stop: int) -> Iterator[tuple[int, int]]:
         """The blocks of the first ``stop`` entries, of whole rows where rows are merged at once."""

@@ -313,8 +313,8 @@ def _within(plan: MergePlan, max_memory: int, threads: int | None) -> MergePlan:
         workers -= 1
     if memory.needed(workers, chunk) > max_memory:
         raise InputError(
-            f"max_memory={max_memory:,} bytes is too little for {len(plan.models)} models: at least "
-            f"{memory.needed(1, BLOCK):,}"
+            f"max_memory={max_memory} bytes is too little for {len(plan.models)} models: at least "
+            f"{memory.needed(1, BLOCK)}"
         )
     return replace(plan, chunk=chunk, workers=workers, memory=memory.needed(workers, chunk))
 

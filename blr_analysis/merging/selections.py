@@ -154,7 +154,12 @@ def sce(blocks: Blocks, selection: Selection) -> Select:
     smallest = 0  # of the variances of entries that stay, as sparse.sizes has them
     if selection.select_topk < 1:
         count = max(1, int(selection.select_topk * blocks.numel))
-        (smallest,) = limits(lambda: ([_variance(steps)] for _, steps in blocks.read()), [count])
+
+        def variances() -> Iterator[list[Tensor]]:
+            for _, steps in blocks.read():
+                yield [_variance(steps)]
+
+        ((smallest,),) = limits(variances, [[count]])
     energy = torch.zeros((), dtype=torch.float64)
     for _, steps in blocks.read():
         kept = _varying(steps, smallest)
@@ -204,13 +209,12 @@ def arcee_fusion(blocks: Blocks, selection: Selection) -> Select:
 
     def importances() -> Iterator[list[Tensor]]:
         for base, steps in blocks.read():
-            importance = sizes(_importance(base, steps[0]).flatten(), 1.0).cpu()
-            yield [importance, importance, importance]
+            yield [sizes(_importance(base, steps[0]).flatten(), 1.0).cpu()]
 
     last = blocks.numel - 1
     ranks = [blocks.numel - int(share * last) for share in (0.25, 0.5, 0.75)]
-    quartiles = torch.tensor(limits(importances, ranks), dtype=torch.int32).view(torch.float32)
-    first, median, third = quartiles.tolist()
+    (quartiles,) = limits(importances, [ranks])
+    first, median, third = torch.tensor(quartiles, dtype=torch.int32).view(torch.float32).tolist()
     threshold = median + OUTLIER * (third - first)
 
     def select(base: Tensor, steps: Tensor) -> Tensor:

@@ -52,43 +52,46 @@ def sizes(step: Tensor, precision: PrecisionValue) -> Tensor:
 
 
 def limits(
-    sizes_by_block: Callable[[], Iterable[Sequence[Tensor]]], counts: Sequence[int]
-) -> list[int]:
-    """The k-th largest of each model's :func:`sizes`, exactly.
+    sizes_by_block: Callable[[], Iterable[Sequence[Tensor]]], ranks: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """The :func:`sizes` of some ranks, counted from the largest, of each model, exactly.
 
-    The first pass finds the upper 16 bits of the k-th largest size. The second pass finds its lower
-    16 bits, among the sizes with the same upper bits.
+    The first pass finds the upper 16 bits of the sizes. The second pass finds the lower 16 bits,
+    among the sizes with the same upper bits.
 
     Args:
         sizes_by_block: yields the sizes of all models, block by block; it is called twice.
-        counts: k of each model, at least 1.
+        ranks: of each model, 1 for the largest.
 
     >>> size = torch.tensor([3.0, 1.0, 2.0, 5.0]).view(torch.int32)
-    >>> limit = limits(lambda: [[size[:2]], [size[2:]]], [2])
-    >>> (size >= limit[0]).tolist()
+    >>> limit = limits(lambda: [[size[:2]], [size[2:]]], [[2]])
+    >>> (size >= limit[0][0]).tolist()
     [True, False, False, True]
     """
     n_upper = VALUES_OF_HALF // 2  # the sign's bit is 0
-    upper_histograms = [torch.zeros(n_upper, dtype=torch.int64) for _ in counts]
+    upper_histograms = [torch.zeros(n_upper, dtype=torch.int64) for _ in ranks]
     for block in sizes_by_block():
         for histogram, size in zip(upper_histograms, block, strict=True):
             histogram += torch.bincount(size >> 16, minlength=n_upper)
     upper_halves = [
-        _ranked(histogram, count) for histogram, count in zip(upper_histograms, counts, strict=True)
+        [_ranked(histogram, rank) for rank in ranks_of_model]
+        for histogram, ranks_of_model in zip(upper_histograms, ranks, strict=True)
     ]
-    lower_histograms = [torch.zeros(VALUES_OF_HALF, dtype=torch.int64) for _ in counts]
+    lower_histograms = [
+        [torch.zeros(VALUES_OF_HALF, dtype=torch.int64) for _ in halves] for halves in upper_halves
+    ]
     for block in sizes_by_block():
-        for histogram, size, upper_half in zip(lower_histograms, block, upper_halves, strict=True):
-            candidates = size[size >> 16 == upper_half.value]
-            lower_bits = candidates & (VALUES_OF_HALF - 1)
-            histogram += torch.bincount(lower_bits, minlength=VALUES_OF_HALF)
-    lower_halves = [
-        _ranked(histogram, upper_half.rank_among_equals)
-        for histogram, upper_half in zip(lower_histograms, upper_halves, strict=True)
-    ]
+        for histograms, size, halves in zip(lower_histograms, block, upper_halves, strict=True):
+            upper_bits = size >> 16
+            for histogram, half in zip(histograms, halves, strict=True):
+                lower_bits = size[upper_bits == half.value] & (VALUES_OF_HALF - 1)
+                histogram += torch.bincount(lower_bits, minlength=VALUES_OF_HALF)
     return [
-        (upper_half.value << 16) + lower_half.value
-        for upper_half, lower_half in zip(upper_halves, lower_halves, strict=True)
+        [
+            (half.value << 16) + _ranked(histogram, half.rank_among_equals).value
+            for histogram, half in zip(histograms, halves, strict=True)
+        ]
+        for histograms, halves in zip(lower_histograms, upper_halves, strict=True)
     ]
 
 
