@@ -207,9 +207,14 @@ def arcee_fusion(blocks: Blocks, selection: Selection) -> Select:
     merge and not in the other.
     """
 
+    divergences: list[Tensor] = []  # of the blocks that were read so far; a number for each row
+
     def importances() -> Iterator[list[Tensor]]:
-        for base, steps in blocks.read():
-            yield [sizes(_importance(base, steps[0]).flatten(), 1.0).cpu()]
+        for k, (base, steps) in enumerate(blocks.read()):
+            if k == len(divergences):
+                divergences.append(_divergence(base, steps[0]))
+            importance = steps[0].abs() * divergences[k]
+            yield [sizes(importance.flatten(), 1.0).cpu()]
 
     last = blocks.numel - 1
     ranks = [blocks.numel - int(share * last) for share in (0.25, 0.5, 0.75)]
@@ -218,18 +223,18 @@ def arcee_fusion(blocks: Blocks, selection: Selection) -> Select:
     threshold = median + OUTLIER * (third - first)
 
     def select(base: Tensor, steps: Tensor) -> Tensor:
-        return steps[0] * (_importance(base, steps[0]).float() >= threshold)
+        importance = steps[0].abs() * _divergence(base, steps[0])
+        return steps[0] * (importance.float() >= threshold)
 
     return select
 
 
-def _importance(base: Tensor, step: Tensor) -> Tensor:
-    """|Δ| times the divergence of its row, in float64; float32 rounds small divergences away."""
+def _divergence(base: Tensor, step: Tensor) -> Tensor:
+    """The divergence of each row, in float64; float32 rounds small divergences away."""
     log_base = torch.log_softmax(base.double(), -1)
     log_model = torch.log_softmax((base + step).double(), -1)
     log_ratio = torch.sub(log_model, log_base, out=log_base)
-    divergence = log_model.exp_().mul_(log_ratio).sum(-1, keepdim=True)
-    return step.abs() * divergence
+    return log_model.exp_().mul_(log_ratio).sum(-1, keepdim=True)
 
 
 def keep_probabilities(rows: Tensor, density: float, epsilon: float) -> Tensor:
