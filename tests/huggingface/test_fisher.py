@@ -375,7 +375,13 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(
 
 @pytest.mark.parametrize(
     ("name", "structure"),
-    [("bert", "gram"), ("llama", "gram"), ("llama", "kron"), ("llama, tied", "kron")],
+    [
+        ("bert", "gram"),
+        ("llama", "gram"),
+        ("llama, tied", "gram"),
+        ("llama", "kron"),
+        ("llama, tied", "kron"),
+    ],
 )
 def test_a_dry_run_knows_the_numbers_that_are_written(
     models: Models, tmp_path: Path, name: str, structure: str

@@ -14,9 +14,11 @@ from oracles import dense_precision, flatten, relative, unflatten
 from tiny_lm import TinyLM
 from torch import Tensor, nn
 
+from blr_analysis.backprop.matrices import Basis, MatrixShape
 from blr_analysis.errors import BLRError, InputError, PosteriorError
 from blr_analysis.files import Folder
 from blr_analysis.merging.card import model_card, outcome
+from blr_analysis.merging.layers import Factors, Part, solver
 from blr_analysis.merging.merge import merge
 from blr_analysis.posterior import Posterior, fit_laplace, write_precision
 from blr_analysis.task import Task
@@ -161,6 +163,36 @@ def test_shrinkage_and_power(structure: str, shrink: float, power: float) -> Non
     start = 0.1 * torch.eye(len(precisions[0]), dtype=torch.float64)
     truth = dense_merge(base, models, precisions, [1.0] * 3, start)
     assert relative(flatten(merged), truth) < EXACT
+
+
+@pytest.mark.parametrize("alpha", [1.0, -0.05])
+def test_without_off_diagonals_factors_are_divided_entry_by_entry(alpha: float) -> None:
+    """Solved at once, and exactly; where negative α leave too little, the average stands."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal_matrix(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    layout = MatrixShape(1, 5, 4, (5, 4))
+    parts = []
+    diagonals = []
+    for weight in (1.0, alpha):
+        right = torch.linalg.qr(normal_matrix(4, 4)).Q
+        left = torch.linalg.qr(normal_matrix(5, 5)).Q
+        values = normal_matrix(1, 5, 4).square()
+        basis = Basis("w", None, layout, right[None], left[None])
+        parts.append(Part(weight, Factors(basis, values, shrink=0.0), takes_base=False))
+        dense = torch.kron(left, right) @ values.flatten().diag() @ torch.kron(left, right).mT
+        diagonals.append(dense.diagonal().view(1, 5, 4))
+    models = [normal_matrix(1, 5, 4) for _ in parts]
+    merged, solved = solver(parts, None, 0.0, (1, 5, 4))(None, models, 0)
+    first, second = diagonals
+    total = first + alpha * second
+    is_defined = total > 0.1 * (first + abs(alpha) * second)
+    average = (models[0] + alpha * models[1]) / (1 + alpha)
+    weighted = (first * models[0] + alpha * second * models[1]) / total
+    torch.testing.assert_close(merged, torch.where(is_defined, weighted, average))
+    assert (solved.iterations, solved.undefined) == (0, int((~is_defined).sum()))
 
 
 def tied_tasks() -> list[Task]:
