@@ -157,10 +157,11 @@ class Case:
 
 
 ADAMW: dict[str, Any] = {"weight_decay": 0.01}
+LABELS = 13_895.0  # tokens of the training texts that are predicted: IVON's loss is their mean
 CASES = {
     "Llama": Case("adamw", 3e-3, 6, ADAMW),
     "fine-tuned Llama": Case("adamw", 1e-3, 4, ADAMW, base_epochs=4),
-    "IVON Llama": Case("ivon", 2.0, 6, {"weight_decay": 1e-3, "steps": 1}),
+    "IVON Llama": Case("ivon", 2.0, 6, {"weight_decay": 1e-3, "steps": 1, "ess": LABELS}),
 }
 
 
