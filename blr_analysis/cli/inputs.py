@@ -9,7 +9,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -210,7 +210,7 @@ class Source:
             if other_weights := warning_of_other_weights(task, posterior.on(task)):
                 say(f"note: {other_weights}")
         else:
-            self.say_if_recorded(say)
+            self.say_if_recorded(task, say)
             posterior = self.fitted(task, say, unfinished, sampled=sampled)
         if self.calibrate:
             say("calibrating the posterior")
@@ -218,12 +218,17 @@ class Source:
             say(f"temperature {posterior.temperature:.3g}")
         return posterior
 
-    def say_if_recorded(self, say: Callable[[str], None]) -> None:
+    def say_if_recorded(self, task: Task, say: Callable[[str], None]) -> None:
         """Name the posterior that the training of this model recorded, if there is one."""
         from blr_analysis.runs import POSTERIOR, RUN
+        from blr_analysis.snapshots import noted_step
 
-        recorded = Path(self.task).expanduser() / RUN / POSTERIOR
-        if recorded.exists():
+        run = Path(self.task).expanduser() / RUN
+        recorded = run / POSTERIOR
+        if not recorded.exists():
+            return
+        with suppress(InputError):  # of another training
+            noted_step(run, task.model)
             say(f"the training recorded a posterior: -p {recorded} spares the fit")
 
     def fitted(

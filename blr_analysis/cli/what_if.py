@@ -190,7 +190,7 @@ def show_costs_with_fit(
     pairs(
         {
             "examples": f"{task.n_data:,}",
-            "fit": f"{fit.passes:.2f} passes over the data, about {duration(fit.seconds)}",
+            "fit": f"{fit.passes:.2f} passes over the data, {duration(fit.seconds)}",
             "answers": in_words,
             "writes": out or "nothing",
         }

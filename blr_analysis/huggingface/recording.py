@@ -82,7 +82,7 @@ class RecordedTraining:
         """
         self._recipe = None
         self._rate_factors = {}
-        self.checkpoints = None
+        self._forget_earlier_training()
         is_divided = any(is_sharded(parameter) for parameter in model.parameters())
         if is_divided:
             return
@@ -101,6 +101,15 @@ class RecordedTraining:
                 "writes them, or Checkpoints(model, folder=...)",
                 stacklevel=2,
             )
+
+    def _forget_earlier_training(self) -> None:
+        """Let go of the checkpoints that this callback made for an earlier training."""
+        earlier = self.checkpoints
+        self.checkpoints = None
+        if earlier is None or earlier is self._user_checkpoints:
+            return
+        if earlier.recordings is not None:
+            earlier.recordings.recorder.remove()
 
     def record_rate(self, optimizer: Any, step: int) -> None:
         """Record the learning rate of this step, before it is made."""

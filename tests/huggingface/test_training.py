@@ -27,6 +27,7 @@ from transformers import (
 )
 
 import blr_analysis as blr
+from blr_analysis.cli.inputs import Source
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.files import Folder, fingerprint, storage
 from blr_analysis.files.headers import read_record
@@ -473,6 +474,26 @@ def test_a_callback_leaves_all_that_an_analysis_asks_for(tmp_path: Path) -> None
     assert same(stored, q)
     assert len(stored.earlier) == len(q.earlier)
     assert bool(blr.sensitivity(task, q).self_influence.isfinite().all())
+
+
+def test_a_second_training_is_recorded_by_itself(tmp_path: Path) -> None:
+    """The first one's hooks are gone, and the posterior that it left is not advertised."""
+    callback = BLRCallback(prior_precision=1.0)
+    model = tiny.build("llama", "causal_lm")
+    run = prepared(tmp_path, model, callback, kind=Trainer, data=rows_of_tokens())
+    said: list[str] = []
+    n_hooks = []
+    for _ in range(2):
+        run.train()
+        n_hooks.append(sum(len(m._forward_hooks) for m in model.modules()))
+        source = Source(task=str(tmp_path), data="texts.jsonl")
+        source.say_if_recorded(callback.task(rows_of_tokens(), likelihood="causal_lm"), said.append)
+    assert n_hooks[0] == n_hooks[1]
+    assert len(said) == 2
+    run.remove_callback(callback)
+    run.train()
+    source.say_if_recorded(callback.task(rows_of_tokens(), likelihood="causal_lm"), said.append)
+    assert len(said) == 2
 
 
 def test_factors_under_mixed_precision_are_those_without_it(tmp_path: Path) -> None:
