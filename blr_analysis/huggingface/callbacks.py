@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ UNREPEATED = (
     "packing",
 )
 ID_COLUMNS = ("input_ids", "chosen_ids", "rejected_ids")  # of texts, and of TRL's pairs
+ENDS_LOOKED_AT = 32  # texts that show whether the end token stands behind texts
 # TRL's names of the losses that a task of a language model has.
 KNOWN_LOSSES = ("nll", "chunked_nll", "sigmoid")
 BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")  # schedules that depend on losses
@@ -228,16 +230,32 @@ def reading_of(
 
 
 def end_with(loader: Any, token: int | None) -> bool:
-    """Whether a token stands at the end of texts, as the first two of them show."""
+    """Whether a token stands at the end of texts, as the first of them show.
+
+    Padding does not count, and texts that were cut to the largest length may lack the token.
+    """
     n_data = length_of(loader)
     if token is None or not n_data:
         return False
     with torch.random.fork_rng(devices=[]):
-        rows = [loader.dataset[i] for i in range(min(2, n_data))]
+        rows = [loader.dataset[i] for i in range(min(ENDS_LOOKED_AT, n_data))]
     if not all(isinstance(row, Mapping) for row in rows):
         return False
-    texts = [row[name] for row in rows for name in ID_COLUMNS if name in row]
-    return bool(texts) and all(len(ids) > 0 and int(ids[-1]) == token for ids in texts)
+    texts = [_without_padding(row, name) for row in rows for name in ID_COLUMNS if name in row]
+    texts = [ids for ids in texts if ids]
+    longest = max(map(len, texts), default=0)
+    have_token = [ids[-1] == token for ids in texts]
+    may_be_cut = [len(ids) == longest for ids in texts]
+    return any(have_token) and all(map(or_, have_token, may_be_cut))
+
+
+def _without_padding(row: Mapping[str, Any], name: str) -> list[int]:
+    """The ids of a row that its attention mask does not hide."""
+    ids = [int(i) for i in row[name]]
+    mask = row.get("attention_mask")
+    if name != "input_ids" or mask is None or len(mask) != len(ids):
+        return ids
+    return [i for i, is_shown in zip(ids, mask, strict=True) if is_shown]
 
 
 def _recipe(

@@ -38,6 +38,7 @@ from blr_analysis.huggingface import (
     MonitorCallback,
     TrainerPrecision,
 )
+from blr_analysis.huggingface.callbacks import end_with
 from blr_analysis.huggingface.models import load_language_model
 from blr_analysis.huggingface.questions import language_task
 from blr_analysis.posterior import read_precision_record
@@ -601,6 +602,26 @@ def test_texts_are_read_as_the_training_read_them(has_end_token: bool, tmp_path:
     assert [row["labels"] for row in task.dataset.rows] == [row["labels"] for row in rows]
     other = language_task(load_language_model(tmp_path), file, eos=not has_end_token)
     assert [row["labels"] for row in other.dataset.rows] != [row["labels"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([[5, 6, 3], [7, 3]], True),
+        ([[5, 6, 7, 8], [7, 3], [5, 6, 3]], True),  # the first one is cut
+        ([[5, 6, 7], [7, 3], [5, 6, 7, 3]], False),
+        ([[5, 6, 7], [8, 9, 7]], False),
+        ([[5, 6, -3], [7, -3, -3]], False),  # the end token fills up: it is masked
+        ([[5, 3, -3], [7, 3, -3]], True),
+    ],
+)
+def test_the_end_token_is_seen_behind_texts(rows: list[list[int]], expected: bool) -> None:
+    data = [
+        {"input_ids": [abs(i) for i in row], "attention_mask": [int(i > 0) for i in row]}
+        for row in rows
+    ]
+    loader: Any = DataLoader(data)  # type: ignore[arg-type]
+    assert end_with(loader, 3) is expected
 
 
 @pytest.mark.parametrize("kind", [BLRCallback, CheckpointsCallback])
