@@ -487,7 +487,7 @@ def fault_of_recording(model: nn.Module, loader: Any) -> str:
             batch = to_device(loader.collate_fn(rows), device)
             for module in model.modules():
                 module.training = not isinstance(module, _NormBase)  # running statistics stay
-            recorder = KroneckerRecorder(unwrapped(model), every=1)
+            recorder = KroneckerRecorder(unwrapped(model), every=1, labels="drawn")
             loss_of(model, batch).backward()
             recorder.state_dict()
     except ModelError as error:

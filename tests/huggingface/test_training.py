@@ -568,11 +568,38 @@ def test_recorded_factors_go_on_after_a_resumption(tmp_path: Path, has_sums: boo
     assert has_sums or bool(last.form.diagonal()[next(iter(last.mean))].isfinite().all())
 
 
-def test_a_model_that_cannot_be_recorded_is_trained_all_the_same(tmp_path: Path) -> None:
-    """Positions of BERT stand once for all examples."""
+@pytest.mark.parametrize("kind", [IVONTrainer, Trainer])
+@pytest.mark.parametrize("is_regression", [False, True])
+def test_positions_that_all_examples_share_are_recorded(
+    tmp_path: Path, kind: type[Trainer], is_regression: bool
+) -> None:
+    """Those of BERT, also where the loss is none to draw labels from."""
+    model = tiny.build("bert", num_labels=1) if is_regression else bert()
+    rows = [{**row, "labels": row["labels"].float()} for row in DATA] if is_regression else DATA
     callback = BLRCallback()
-    run = prepared(tmp_path, bert(), callback, kind=Trainer, optim="adamw_torch")
-    with pytest.warns(UserWarning, match="no factors are recorded: .*position_embeddings"):
+    prepared(tmp_path, model, callback, kind=kind, data=rows).train()
+    q = callback.posterior()
+    assert set(q.mean) == {name for name, _ in model.named_parameters()}
+    assert ("drawn" in q.record["labels"]) != is_regression
+
+
+class Frozen(torch.nn.Module):
+    """A language model of which one parameter trains, that no layer multiplies or adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = bert().requires_grad_(False)
+        self.temperature = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        logits = self.body(input_ids).logits * self.temperature
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_model_that_cannot_be_recorded_is_trained_all_the_same(tmp_path: Path) -> None:
+    callback = BLRCallback()
+    run = prepared(tmp_path, Frozen(), callback, kind=Trainer, optim="adamw_torch")
+    with pytest.warns(UserWarning, match="no factors are recorded: .*'temperature'"):
         run.train()
     assert callback.recipe is not None
     assert len(callback.task(DATA).checkpoints) > 0

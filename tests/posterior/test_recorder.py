@@ -440,6 +440,42 @@ def test_parameters_without_a_rule_have_their_squares() -> None:
         torch.testing.assert_close(posterior.precision(name) - 1, 6 * expected[name])
 
 
+class Places(nn.Module):
+    """All examples share the rows of their places, as in BERT and GPT-2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(5, 3)
+        self.read = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read((x + self.places(torch.arange(5)[None])).tanh()).sum(1)
+
+
+def test_shared_rows_have_their_squares_where_no_labels_are_drawn() -> None:
+    """Of a regression: E_i ‖g_i‖² to within five standard errors of the signs that are drawn."""
+    with seeded(0):
+        model = Places().double()
+        x, y = torch.randn(6, 5, 3).double(), torch.randn(6, 2).double()
+    gradients = []
+    for i in range(6):
+        loss = nn.functional.mse_loss(model(x[i : i + 1]), y[i : i + 1])
+        gradients.append(torch.autograd.grad(loss, model.places.weight)[0].flatten())
+    products = torch.stack(gradients) @ torch.stack(gradients).mT
+    expected = float(products.diagonal().sum())
+    off_diagonal = float(products.square().sum() - products.diagonal().square().sum())
+    n_passes = 60
+    recorder = KroneckerRecorder(model, every=1, labels="drawn")
+    for _ in range(n_passes):
+        nn.functional.mse_loss(model(x), y).backward()
+        model.zero_grad()
+    q = blr.Posterior.from_recorder(recorder, model, n_data=6, prior_precision=1.0)
+    error = (2 * off_diagonal / n_passes) ** 0.5
+    actual = float((q.precision("places.weight") - 1).sum())
+    assert actual == pytest.approx(expected, abs=5 * error)
+    assert q.record["labels"] == "of the loss as trained"
+
+
 class TimeFirst(nn.Module):
     """Layers whose first dimension is time; the model's own inputs have examples first."""
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from blr_analysis.backprop.matrices import Joint
-from blr_analysis.backprop.record import Unit
+from blr_analysis.backprop.record import Unit, Visit
 from blr_analysis.backprop.tape import Gradients, Pass, Reader, Tape, leaves_with_gradient
 from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import instance, one_of, positive_int, positive_number, some
@@ -54,6 +54,7 @@ from blr_analysis.posterior.recorder.rows import (
     n_terms_of_loss,
     outputs_of,
     rows_are_read,
+    rows_stand_for,
 )
 from blr_analysis.posterior.recorder.second_pass import (
     SecondPass,
@@ -227,7 +228,7 @@ class KroneckerRecorder(Reader):
         outputs = outputs_of(output, forward.batch)
         self._has_padding = outputs is not None and outputs.ndim == 3
         if outputs is not None and self.labels == "drawn":
-            self._read_by_squares(forward)
+            self._read_by_squares(forward, rows_are_read)
             forward.outputs = outputs
             call_with_gradient(outputs, partial(self._loss_met, weakref.ref(forward)))
             return
@@ -254,15 +255,20 @@ class KroneckerRecorder(Reader):
                 stacklevel=2,
             )
 
-    def _read_by_squares(self, forward: Pass) -> None:
+    def _read_by_squares(self, forward: Pass, are_read: Callable[[Visit, int], bool]) -> None:
         """Record layers whose rows are no examples, as where sequences stand first, by the
-        gradients of drawn labels, like parameters without a rule."""
+        gradients of whole passes, like parameters without a rule.
+
+        Args:
+            are_read: whether a call of a layer has rows from which so many examples are read.
+                Rows that all examples share are read with drawn labels alone.
+        """
         with_factors = {name for joint in self._means.joints.values() for name in joint.names}
         paths = set()
         for call in forward.calls:
             unit = call.visit.unit
             has_factors = not with_factors.isdisjoint(unit.names.values())
-            if not has_factors and not rows_are_read(call.visit, forward.batch):
+            if not has_factors and not are_read(call.visit, forward.batch):
                 paths.add(unit.path)
         new_units = [unit for unit in self._units if unit.path in paths]
         if new_units:
@@ -275,7 +281,7 @@ class KroneckerRecorder(Reader):
             call
             for call in forward.calls
             if without_rule.isdisjoint(call.visit.unit.names.values())
-            and rows_are_read(call.visit, forward.batch)
+            and are_read(call.visit, forward.batch)
         ]
 
     # When the backward pass begins -----------------------------------------------------------
@@ -299,6 +305,7 @@ class KroneckerRecorder(Reader):
             self._has_other_labels = True
             self.needs_gradients = True
             self._n_terms_of[forward] = max(1, n_terms_of_loss(gradient))
+            self._read_by_squares(forward, rows_stand_for)
             if self._without_rule:
                 self._squares_of[forward] = self._squares_of_given(forward, gradient)
         forward.outputs = None
