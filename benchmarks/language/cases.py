@@ -22,7 +22,7 @@ from benchmarks.llamas import small_llama
 from blr_analysis.huggingface.tokens import Tokens
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tutorials"))
-import speeches
+import speeches  # pyright: ignore[reportMissingImports]  # of the tutorials, by the line above
 
 SOURCES = (
     "George Washington",
