@@ -15,7 +15,7 @@ The base has seen a little of every task, as bases have.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,7 @@ class Case:
         base: θ_0.
         models: θ_t, by the name of the task.
         train, validate, test: each task's data; the model is the architecture, at θ_t in ``train``.
+        recorded: by task, the Kronecker factors that its training left behind; empty for adapters.
     """
 
     base: State
@@ -47,6 +48,7 @@ class Case:
     train: dict[str, blr.Task]
     validate: dict[str, blr.Task]
     test: dict[str, blr.Task]
+    recorded: Mapping[str, blr.Posterior]
 
     def evaluations(self, state: State) -> list[Evaluation]:
         """Losses on the test data of every task."""
@@ -79,6 +81,7 @@ def _case(trained: Trained, likelihood: str) -> Case:
         tasks("train"),
         tasks("validate"),
         tasks("test"),
+        trained.recorded,
     )
 
 

@@ -84,11 +84,17 @@ class Contender:
         ]
         return min(states, key=lambda state: _mean_loss(self.case, state))
 
-    def best_by_validation(self) -> State:
-        """What "auto" takes, of merges by "gram" and others."""
-        merged = self.merged(method="auto", precisions=self.gram, validate=self.case.validate)
+    def auto(self, **data: Any) -> State:
+        """What "auto" takes by these data."""
+        merged = self.merged(method="auto", **data)
         print(f"auto took {merged.choice!r}", file=sys.stderr)
         return merged
+
+    def by_recorded(self) -> State | None:
+        """The default merge by what the trainings left behind; None where they left nothing."""
+        if not self.case.recorded:
+            return None
+        return self.merged(precisions=list(self.case.recorded.values()))
 
 
 def _curvature(structure: str) -> str:
@@ -100,9 +106,10 @@ def _mean_loss(case: Case, state: State) -> float:
     return sum(losses) / len(losses)
 
 
-MERGES: dict[str, Callable[[Contender], State]] = {
+MERGES: dict[str, Callable[[Contender], State | None]] = {
     "base": lambda c: c.case.base,
     "average": lambda c: c.merged(method="linear"),
+    "task arithmetic, α = 0.4": lambda c: c.merged(method="task_arithmetic", weights=0.4),
     "task arithmetic, best α": Contender.best_arithmetic,
     "TIES, density 0.2": lambda c: c.merged(method="ties", density=0.2),
     "DARE, density 0.5": lambda c: c.merged(
@@ -130,7 +137,13 @@ MERGES: dict[str, Callable[[Contender], State]] = {
     "default, diag": lambda c: c.merged(precisions=c.diag),
     "default, gram": lambda c: c.merged(precisions=c.gram),
     "default, kron": lambda c: c.merged(precisions=c.kron),
-    "auto, gram, by validation": Contender.best_by_validation,
+    "default, recorded": Contender.by_recorded,
+    "auto, gram, by validation": lambda c: c.auto(precisions=c.gram, validate=c.case.validate),
+    "auto, kron, by validation": lambda c: c.auto(precisions=c.kron, validate=c.case.validate),
+    "auto, no precisions, by validation": lambda c: c.auto(validate=c.case.validate),
+    "auto, gram, by training data": lambda c: c.auto(
+        precisions=c.gram, tasks=list(c.case.train.values())
+    ),
 }
 
 
@@ -139,8 +152,9 @@ class Result:
     """What came of one case.
 
     Attributes:
-        rows: one per merge: the mean loss and accuracy over the tasks.
-        forecasts: one per merge and task: the rise of the loss, foretold and measured.
+        rows: one per merge: the mean loss and accuracy over the tasks, and the losses of the test
+            examples, each the mean over the tasks.
+        forecasts: one per precision, merge and task: the rise of the loss, foretold and measured.
     """
 
     rows: list[dict[str, Any]]
@@ -157,6 +171,8 @@ def result_of(kind: str, seed: int) -> Result:
     started = time.perf_counter()
     for name, make in MERGES.items():
         state = make(contender)
+        if state is None:
+            continue
         merges[name] = Tested(state, case.evaluations(state))
         rows.append(_row(kind, seed, name, merges[name].evaluations))
         seconds = time.perf_counter() - started
@@ -164,7 +180,8 @@ def result_of(kind: str, seed: int) -> Result:
     base = merges.pop("base")
     scale = 1 / LETTERS_READ if kind in TEXTS else 1.0
     forecasts = []
-    for row in rises(case, own, base, merges, contender.kron):
+    precisions = {"diag": contender.diag, "gram": contender.gram, "kron": contender.kron}
+    for row in rises(case, own, base, merges, precisions):
         nats = {name: scale * value for name, value in row.items() if isinstance(value, float)}
         forecasts.append({"kind": kind, "seed": seed, **row, **nats})
     return Result(rows, forecasts)
@@ -192,6 +209,7 @@ def _row(kind: str, seed: int, merge: str, evaluations: list[Any]) -> dict[str, 
         "merge": merge,
         "loss": sum(losses) / len(losses),
         "accuracy": float("nan") if is_text else sum(accuracies) / len(accuracies),
+        "losses": (scale * torch.stack([e.counted for e in evaluations])).mean(0).tolist(),
     }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from benchmarks.merging.trained import Trained, fitted, joined
+from benchmarks.merging.trained import Trained, fine_tuned, fitted, joined
 from tutorials.data import read
 
 POSES = ("upright", "90°", "180°", "inverted")
@@ -106,11 +106,7 @@ def images_of(network: Callable[[], nn.Module], seed: int) -> Trained:
     rate = 3e-3 if network is vit else 1e-3
     mixed = joined([part["first"] for part in data.values()])
     base = fitted(network(), mixed, classified, epochs=BASE_EPOCHS, seed=seed, rate=rate)
-    models = {
-        pose: fitted(base, part["train"], classified, epochs=EPOCHS, seed=seed, rate=rate)
-        for pose, part in data.items()
-    }
-    return Trained(base, models, data)
+    return fine_tuned(base, data, classified, epochs=EPOCHS, seed=seed, rate=rate)
 
 
 def posed(images: Tensor, pose: str) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.merging.rated import DOMAINS, Rated, rated_texts
-from benchmarks.merging.trained import Data, Trained, fitted, joined
+from benchmarks.merging.trained import Data, Trained, fine_tuned, fitted, joined
 from benchmarks.truth.wheels import MINILM
 
 FILES = ("model.safetensors", "config.json", "tokenizer.json")
@@ -96,11 +96,7 @@ def sentiments_of(seed: int) -> Trained:
         data[DOMAINS[number]] = _parts(model, folder, [texts[row] for row in rows])
     mixed = joined([part["first"] for part in data.values()])
     base = fitted(model_of_all, mixed, judged, epochs=BASE_EPOCHS, seed=seed, rate=RATE)
-    models = {
-        domain: fitted(base, part["train"], judged, epochs=EPOCHS, seed=seed, rate=RATE)
-        for domain, part in data.items()
-    }
-    return Trained(base, models, data)
+    return fine_tuned(base, data, judged, epochs=EPOCHS, seed=seed, rate=RATE)
 
 
 def _parts(trunk: nn.Module, folder: Path, texts: list[Rated]) -> dict[str, Data]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.merging.rated import scored_texts
-from benchmarks.merging.trained import Data, Trained, fitted, joined
+from benchmarks.merging.trained import Data, Trained, fine_tuned, fitted, joined
 
 SORTS = ("films", "products", "editorials")
 LETTERS = "\n abcdefghijklmnopqrstuvwxyz.,'!?-0"
@@ -77,11 +77,7 @@ def _base(seed: int) -> tuple[nn.Module, dict[str, dict[str, Data]]]:
 def texts_of(seed: int) -> Trained:
     """A base that read a little of every sort, and a model that read on in each."""
     base, data = _base(seed)
-    models = {
-        sort: fitted(base, part["train"], read_on, epochs=EPOCHS, seed=seed, rate=3e-3)
-        for sort, part in data.items()
-    }
-    return Trained(base, models, data)
+    return fine_tuned(base, data, read_on, epochs=EPOCHS, seed=seed, rate=3e-3)
 
 
 def adapted_texts(seed: int) -> Trained:

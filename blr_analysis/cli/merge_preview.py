@@ -20,6 +20,10 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute
 FLOAT32_BYTES = 4
 MODELS_IN_MEMORY = 3  # of a merge by data: the result, one of the models, and the tasks' model
 LAYERS_SHOWN = 2  # of those that a task's loss rises by
+OF_GRAM = (
+    "gram precisions do not know how the loss depends on these outputs: its share may be larger; "
+    "kron precisions predict the loss itself"
+)
 
 
 def show_preview(plan: MergePlan, job: Job) -> dict[str, Any]:
@@ -98,19 +102,32 @@ def show_forecast(plan: MergePlan) -> list[dict[str, Any]] | None:
         "range": [nats_between(task.low, task.high) for task in tasks],
         "by interference": [nats(task.interference) for task in tasks],
         "at the base": [nats(task.base_rise) for task in tasks],
-        "of the base's": ["-" if math.isnan(task.share) else f"{task.share:.0%}" for task in tasks],
+        "of the base's": [percent(task.share) for task in tasks],
+        "in the worst layer": [percent(task.largest_share) for task in tasks],
         "verdict": [task.verdict for task in tasks],
         "mostly in": [", ".join(layers_of(task)) for task in tasks],
     }
     are_known = {name: set(values) != {"-"} for name, values in columns.items()}
-    unit = "nats for each example" if are_known["rise"] else "as a share of what the base costs"
-    show_table(
-        f"Forecast: rise of each task's loss, {unit}",
-        {name: values for name, values in columns.items() if are_known[name]},
-    )
+    title = "Forecast: rise of each task's loss, nats for each example"
+    if are_known["rise"]:
+        del columns["in the worst layer"]
+    else:
+        title = "Forecast: how far layers' outputs move, as a share of the move back to the base"
+    show_table(title, {name: values for name, values in columns.items() if are_known[name]})
+    if not are_known["rise"]:
+        typer.echo(OF_GRAM)
     if prediction.note:
         typer.echo(prediction.note)
     return [{**vars(task), "verdict": task.verdict} for task in prediction.tasks]
+
+
+def percent(share: float) -> str:
+    """A share in per cent; a dash where it is not known.
+
+    >>> percent(0.123), percent(float("nan"))
+    ('12%', '-')
+    """
+    return "-" if math.isnan(share) else f"{share:.0%}"
 
 
 def nats(value: float) -> str:

@@ -32,8 +32,11 @@ fewer examples than a layer has inputs, most directions are unknown. Where Q_t o
 .01 nats, the model is so sure of its data that H_t has vanished, or it has hardly moved. Of
 MiniLM with 120 texts for 384 inputs, both hold, and merges were worse by .2 nats than Q_t says.
 
-Moments of inputs ("gram") have no unit of the loss. For them, only the share of the base's Q_t is
-given.
+Moments of inputs ("gram") say how far a layer's outputs move, and not how much the loss depends on
+them: they have no unit of the loss. For them, only the share of the base's Q_t is given. Each layer
+counts in it by the size of its outputs. If the loss depends most on the layer whose share is
+largest, the true share is that one. So this largest share must be below a tenth for "safe". A merge
+by gram makes these very sums small, so that it looks better by them than it is.
 """
 
 from __future__ import annotations
@@ -63,6 +66,7 @@ RANGE_OF_KRONECKER = 10.0
 RANGE_OF_DIAGONALS = 30.0
 SAFE_SHARE = 0.1  # of the base's rise
 SMALLEST_BASE_RISE = 0.01  # nats for each example: below it, no task is called safe
+ROUNDING = 1e-6  # of the base's rise: so much a layer may rise by rounding
 REMEDY = "merge fewer models, use a smaller weight, gram or kron precisions, or a common base"
 
 
@@ -77,6 +81,8 @@ class TaskForecast:
         base_rise: Q_t at the base; NaN without a base.
         share: Q_t at the merge over Q_t at the base; NaN without a base.
         tensors: by tensor, or by layer, its share in Q_t of the merge, largest first.
+        largest_share: the largest share of a tensor or layer: its part of Q_t at the merge over
+            that at the base; NaN without a base.
         interference: I_t, in nats for each example; NaN without a base or a unit.
         cost: √((Q_t + I_t)(Q̄_t + Ī_t)), a second number to order merges by; without a base, I is 0.
         has_enough_examples: whether the precision is of as many examples as each layer with factors
@@ -90,6 +96,7 @@ class TaskForecast:
     base_rise: float
     share: float
     tensors: Mapping[str, float]
+    largest_share: float = math.nan
     interference: float = math.nan
     cost: float = math.nan
     has_enough_examples: bool = True
@@ -97,10 +104,21 @@ class TaskForecast:
     @property
     def verdict(self) -> str:
         """ "safe", "uncertain", or "too far apart"."""
+        if self.share >= 1:
+            return "too far apart"
+        is_safe = self.share < SAFE_SHARE and not self.doubt
+        return "safe" if is_safe else "uncertain"
+
+    @property
+    def doubt(self) -> str:
+        """Why a small share does not make the task safe; "" where it does."""
         has_vanished = self.base_rise < SMALLEST_BASE_RISE
-        if self.share < SAFE_SHARE:
-            return "safe" if self.has_enough_examples and not has_vanished else "uncertain"
-        return "too far apart" if self.share >= 1 else "uncertain"
+        if has_vanished or not self.has_enough_examples:
+            return "too few examples, or a model that is sure of them all"
+        has_unit = not math.isnan(self.rise)
+        if not has_unit and self.largest_share >= SAFE_SHARE:
+            return "the share of one layer is a tenth or more"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -116,15 +134,13 @@ class MergeForecast:
         if far:
             names = ", ".join(map(repr, far))
             return f"too far apart for {names}, which the base serves as well: {REMEDY}"
-        doubted = [
-            task.task
-            for task in self.tasks
-            if task.share < SAFE_SHARE and task.verdict == "uncertain"
-        ]
-        if doubted:
-            names = ", ".join(map(repr, doubted))
-            return f"uncertain for {names}: too few examples, or a model that is sure of them all"
-        return ""
+        doubted: dict[str, list[str]] = {}
+        for task in self.tasks:
+            if task.share < SAFE_SHARE and task.doubt:
+                doubted.setdefault(task.doubt, []).append(repr(task.task))
+        return "; ".join(
+            f"uncertain for {', '.join(names)}: {doubt}" for doubt, names in doubted.items()
+        )
 
     def __repr__(self) -> str:
         facts = [f"{task.task}: {task.rise:.3g} nats, {task.verdict}" for task in self.tasks]
@@ -268,6 +284,20 @@ class _Curvature:
             sum(form.rise_of_base for form in forms) / self.n_data,
         )
 
+    def largest_share(self, t: int) -> float:
+        """The largest share, in one tensor or layer, of the rise in that of the base.
+
+        It is infinite where a layer moves that does not differ between θ_t and the base.
+        """
+        forms = [by_model[t] for by_model in self.forms.values()]
+        rounding = ROUNDING * sum(form.rise_of_base for form in forms)
+        shares = [
+            form.rise / form.rise_of_base if form.rise_of_base > 0 else math.inf
+            for form in forms
+            if form.rise > rounding
+        ]
+        return max(shares, default=0.0)
+
     def _entries(self, name: str) -> int:
         """The number of entries of a tensor."""
         return self.plan.reference.specs[name].numel
@@ -364,6 +394,7 @@ def _forecast_of(t: int, curvatures: Sequence[_Curvature]) -> TaskForecast:
         base_rise=total.rise_of_base if has_base else math.nan,
         share=total.rise / total.rise_of_base if has_share else math.nan,
         tensors=dict(sorted(parts.items(), key=lambda part: -part[1])),
+        largest_share=own.largest_share(t) if has_share else math.nan,
         interference=total.interference if has_share else math.nan,
         cost=cost,
         has_enough_examples=not any(map(own.precision.is_poorly_sampled, own.precision.layers)),

@@ -158,6 +158,37 @@ def test_weak_precisions_call_nothing_safe() -> None:
     assert actual.verdict == "uncertain"
 
 
+def test_gram_says_how_far_outputs_move() -> None:
+    """By forward passes: the squared move of each layer's outputs at θ_t's inputs, over that back
+    to the base. A small sum is not safe where one layer moves far."""
+    base = mlp(seed=1)
+    model = mlp(seed=2)
+    x = normal(60, 4, seed=0)
+    posterior = blr.fit_laplace(
+        blr.Task(model, (x, torch.arange(60) % 3)), structure="gram", prior_precision=1.0
+    )
+    moves = {}
+    for name, layer in model.named_children():
+        if isinstance(layer, nn.Linear):
+            with torch.no_grad():
+                moves[name] = (layer(x) - base.get_submodule(name)(x)).square().sum()
+        x = layer(x).detach()
+    first, last = moves
+    for left, verdict in ((0.3, "safe"), (0.5, "uncertain")):
+        shares = {first: 0.0, last: left**2}  # a task arithmetic with α goes back by 1 − α
+        member = Member(
+            model, precision=posterior, weight=lambda name, left=left: 1 - left * (last in name)
+        )
+        job = Job("task_arithmetic", (member,), base)
+        prediction = forecast(make_plan(job), progress=False)
+        (task,) = prediction.tasks
+        total = sum(moves[name] * share for name, share in shares.items()) / sum(moves.values())
+        assert task.share == pytest.approx(float(total), rel=1e-4)
+        assert task.largest_share == pytest.approx(left**2, rel=1e-4)
+        assert task.verdict == verdict
+        assert ("one layer" in prediction.note) == (verdict == "uncertain")
+
+
 def test_folders_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = write_model(tmp_path / "base", state(0))
     for t in (1, 2):

@@ -74,7 +74,7 @@ def test_the_page_merges_three_adapters_with_the_prediction_first(
         code, output, errors = run(capsys, *arguments)
         assert code == 0, errors
         printed += output
-    assert "as a share of what the base costs" in printed  # grams say no sizes
+    assert "as a share of the move back to the base" in printed  # grams say no sizes
     assert printed.index("Forecast") < printed.index("rank keeps 100.0%")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / "merged_adapter"))
