@@ -115,6 +115,7 @@ def rises(
             for t, (name, home) in enumerate(case.models.items()):
                 forms = [c.forms(tested.state, home, base.state) for c in curvatures]
                 totals = [_total(by_layer) for by_layer in forms]
+                shares = _shares(forms[t])
                 yield {
                     "precision": structure,
                     "merge": merge,
@@ -124,9 +125,26 @@ def rises(
                     "measured": tested.evaluations[t].nll - own[t].nll,
                     "foretold_of_base": totals[t].rise_of_base,
                     "measured_of_base": base.evaluations[t].nll - own[t].nll,
-                    "shares_of_layers": _shares(forms[t]),
+                    "shares_of_layers": shares,
                     "has_enough_examples": curvatures[t].has_enough_examples,
+                    "verdict": _verdict(curvatures[t], totals[t], shares),
                 }
+
+
+def _verdict(curvature: Curvature, form: Form, shares: Mapping[str, float]) -> str:
+    """What a forecast says of a task."""
+    has_unit = curvature.structure != "gram"
+    return TaskForecast(
+        task="",
+        rise=form.rise if has_unit else math.nan,
+        low=math.nan,
+        high=math.nan,
+        base_rise=form.rise_of_base if has_unit else math.nan,
+        share=form.rise / form.rise_of_base,
+        tensors={},
+        largest_share=max(shares.values()),
+        has_enough_examples=curvature.has_enough_examples,
+    ).verdict
 
 
 def _shares(forms: Mapping[str, Form]) -> dict[str, float]:
@@ -143,15 +161,20 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
 def cost_summary(table: pd.DataFrame) -> pd.DataFrame:
     """Whether the cost orders better than the rise alone: rows as of :func:`summary`."""
-    return _by_kind(table[table["precision"] != "gram"], _row_of_cost)
+    return _by_kind(pd.DataFrame(table[table["precision"] != "gram"]), _row_of_cost)
 
 
 def _by_kind(table: pd.DataFrame, row: Callable[[pd.DataFrame], dict[str, Any]]) -> pd.DataFrame:
     rows = []
-    for precision, by_precision in table.groupby("precision", sort=False):
-        parts = [*by_precision.groupby("kind", sort=False), ("all", by_precision)]
+    for precision, by_precision in _parts(table, "precision"):
+        parts = [*_parts(by_precision, "kind"), ("all", by_precision)]
         rows += [{"precision": precision, "kind": kind, **row(part)} for kind, part in parts]
     return pd.DataFrame(rows)
+
+
+def _parts(table: pd.DataFrame, column: str) -> list[tuple[str, pd.DataFrame]]:
+    """The rows of each value of a column, in the order of their first rows."""
+    return [(value, table[table[column] == value]) for value in table[column].unique()]  # type: ignore[misc]
 
 
 def _row_of_rise(part: pd.DataFrame) -> dict[str, Any]:
@@ -162,8 +185,8 @@ def _row_of_rise(part: pd.DataFrame) -> dict[str, Any]:
         ratio = ratio[part["measured_of_base"] > 0]
     factor = RANGES[part["precision"].iloc[0]]
     in_range = (ratio > 1 / factor) & (ratio < factor)
-    is_worse = part["measured"] > part["measured_of_base"]
-    is_safe = pd.Series([verdict_of(row) == "safe" for _, row in part.iterrows()], part.index)
+    is_worse = (part["measured"] > part["measured_of_base"]).to_numpy(bool)
+    is_safe = (part["verdict"] == "safe").to_numpy(bool)
     return {
         "merges × tasks": len(part),
         "rank correlation": _rank(part, "foretold") if has_unit else "-",
@@ -176,26 +199,9 @@ def _row_of_rise(part: pd.DataFrame) -> dict[str, Any]:
     }
 
 
-def verdict_of(row: pd.Series) -> str:
-    """What a forecast says of a task."""
-    has_unit = row["precision"] != "gram"
-    share = row["foretold"] / row["foretold_of_base"]
-    return TaskForecast(
-        task=row["task"],
-        rise=row["foretold"] if has_unit else math.nan,
-        low=math.nan,
-        high=math.nan,
-        base_rise=row["foretold_of_base"] if has_unit else math.nan,
-        share=share,
-        tensors={},
-        largest_share=max(row["shares_of_layers"].values()),
-        has_enough_examples=row["has_enough_examples"],
-    ).verdict
-
-
 def _row_of_cost(part: pd.DataFrame) -> dict[str, Any]:
     columns = ["foretold", "cost", "measured"]
-    merges = part.groupby(["kind", "seed", "merge"])[columns].mean()
+    merges = pd.DataFrame(part.groupby(["kind", "seed", "merge"])[columns].mean())
     return {
         "merges": len(merges),
         "rank by cost": _rank(merges, "cost"),

@@ -91,8 +91,9 @@ def defaults(table: pd.DataFrame) -> pd.DataFrame:
 def counts(table: pd.DataFrame) -> pd.DataFrame:
     """For each way to choose a merge and each reference, how often it is behind, and how far."""
     cases = [
-        (f"{kind} {seed}", _losses(part))
-        for (kind, seed), part in table.groupby(["kind", "seed"], sort=False)
+        (f"{kind} {seed}", _losses(of_seed))
+        for kind, of_kind in table.groupby("kind", sort=False)
+        for seed, of_seed in of_kind.groupby("seed", sort=False)
     ]
     rows = []
     for rule, merge in RULES.items():
