@@ -54,6 +54,14 @@ class Case:
         """Losses on the test data of every task."""
         return [_evaluation(task, state) for task in self.test.values()]
 
+    def rises_on_training_data(self, state: State) -> list[float]:
+        """By task, the mean loss less that of the fine-tuned model, the gap of
+        :func:`blr_analysis.gradient_mismatch`."""
+        return [
+            _evaluation(task, state).nll - _evaluation(task, home).nll
+            for task, home in zip(self.train.values(), self.models.values(), strict=True)
+        ]
+
     def own(self) -> list[Evaluation]:
         """Losses of every fine-tuned model on its own task."""
         pairs = zip(self.test.values(), self.models.values(), strict=True)

@@ -165,7 +165,7 @@ class Result:
     Attributes:
         rows: one per merge: the mean loss and accuracy over the tasks, and the losses of the test
             examples, each the mean over the tasks.
-        forecasts: one per precision, merge and task: the rise of the loss, foretold and measured.
+        forecasts: one per forecast, merge and task: the rise of the loss, foretold and measured.
     """
 
     rows: list[dict[str, Any]]
@@ -228,7 +228,7 @@ def summary(table: pd.DataFrame, column: str, digits: int) -> pd.DataFrame:
     """Merges × kinds, mean ± standard deviation over the seeds."""
     groups = table.dropna(subset=[column]).groupby(["merge", "kind"], sort=False)[column]
     cells = groups.agg(lambda values: f"{values.mean():.{digits}f} ± {values.std():.{digits}f}")
-    wide = cells.unstack("kind")
+    wide = cells.unstack("kind").fillna("-")
     kinds = [kind for kind in CASES if kind in wide.columns]
     return wide.loc[list(dict.fromkeys(table["merge"])), kinds].reset_index()
 

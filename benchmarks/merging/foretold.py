@@ -27,7 +27,7 @@ from blr_analysis.merging.forecast import (
 from blr_analysis.merging.precisions import open_precision
 
 State = dict[str, Tensor]
-RANGES = {"diag": RANGE_OF_DIAGONALS, "gram": math.inf, "kron": RANGE_OF_KRONECKER}
+RANGES = {"diag": RANGE_OF_DIAGONALS, "kron": RANGE_OF_KRONECKER}
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,12 @@ def rises(
     merges: dict[str, Tested],
     precisions: Mapping[str, list[blr.Posterior]],
 ) -> Iterator[dict[str, Any]]:
-    """By precision, merge and task, the rise of the loss of an example, foretold and measured.
+    """By forecast, merge and task, the rise of the loss of an example, foretold and measured.
 
     Args:
         precisions: every task's, by their structure.
     """
+    yield from _rises_by_data(case, own, base, merges)
     for structure, posteriors in precisions.items():
         curvatures = [Curvature(posterior) for posterior in posteriors]
         for merge, tested in merges.items():
@@ -117,18 +118,44 @@ def rises(
                 totals = [_total(by_layer) for by_layer in forms]
                 shares = _shares(forms[t])
                 yield {
-                    "precision": structure,
+                    "forecast": structure,
                     "merge": merge,
                     "task": name,
                     "foretold": totals[t].rise,
                     "cost": cost_of(totals[t], totals),
-                    "measured": tested.evaluations[t].nll - own[t].nll,
                     "foretold_of_base": totals[t].rise_of_base,
-                    "measured_of_base": base.evaluations[t].nll - own[t].nll,
+                    **_measured(t, own, base, tested),
                     "shares_of_layers": shares,
                     "has_enough_examples": curvatures[t].has_enough_examples,
                     "verdict": _verdict(curvatures[t], totals[t], shares),
                 }
+
+
+def _rises_by_data(
+    case: Case, own: list[Evaluation], base: Tested, merges: dict[str, Tested]
+) -> Iterator[dict[str, Any]]:
+    """By merge and task, the rise on the training data beside that on the test data."""
+    rises_of_base = case.rises_on_training_data(base.state)
+    for merge, tested in merges.items():
+        found = case.rises_on_training_data(tested.state)
+        for t, name in enumerate(case.models):
+            yield {
+                "forecast": "training data",
+                "merge": merge,
+                "task": name,
+                "foretold": found[t],
+                "foretold_of_base": rises_of_base[t],
+                **_measured(t, own, base, tested),
+                "verdict": "-",
+            }
+
+
+def _measured(t: int, own: list[Evaluation], base: Tested, tested: Tested) -> dict[str, float]:
+    """The rise of task t's test loss at a merge and at the base."""
+    return {
+        "measured": tested.evaluations[t].nll - own[t].nll,
+        "measured_of_base": base.evaluations[t].nll - own[t].nll,
+    }
 
 
 def _verdict(curvature: Curvature, form: Form, shares: Mapping[str, float]) -> str:
@@ -155,20 +182,20 @@ def _shares(forms: Mapping[str, Form]) -> dict[str, float]:
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """What forecasts are worth: a row for each precision and kind, and one for all kinds."""
+    """What forecasts are worth: a row for each forecast and kind, and one for all kinds."""
     return _by_kind(table, _row_of_rise)
 
 
 def cost_summary(table: pd.DataFrame) -> pd.DataFrame:
     """Whether the cost orders better than the rise alone: rows as of :func:`summary`."""
-    return _by_kind(pd.DataFrame(table[table["precision"] != "gram"]), _row_of_cost)
+    return _by_kind(pd.DataFrame(table[table["forecast"].isin(["diag", "kron"])]), _row_of_cost)
 
 
 def _by_kind(table: pd.DataFrame, row: Callable[[pd.DataFrame], dict[str, Any]]) -> pd.DataFrame:
     rows = []
-    for precision, by_precision in _parts(table, "precision"):
-        parts = [*_parts(by_precision, "kind"), ("all", by_precision)]
-        rows += [{"precision": precision, "kind": kind, **row(part)} for kind, part in parts]
+    for forecast, by_forecast in _parts(table, "forecast"):
+        parts = [*_parts(by_forecast, "kind"), ("all", by_forecast)]
+        rows += [{"forecast by": forecast, "kind": kind, **row(part)} for kind, part in parts]
     return pd.DataFrame(rows)
 
 
@@ -178,40 +205,47 @@ def _parts(table: pd.DataFrame, column: str) -> list[tuple[str, pd.DataFrame]]:
 
 
 def _row_of_rise(part: pd.DataFrame) -> dict[str, Any]:
-    has_unit = part["precision"].iloc[0] != "gram"
-    ratio = part["measured"] / part["foretold"]
+    forecast = part["forecast"].iloc[0]
+    has_unit = forecast != "gram"
+    ratio = (part["measured"] / part["foretold"]).to_numpy(float)
     if not has_unit:  # of the shares in the base's rise
-        ratio = ratio * part["foretold_of_base"] / part["measured_of_base"]
+        ratio = ratio * (part["foretold_of_base"] / part["measured_of_base"]).to_numpy(float)
         ratio = ratio[part["measured_of_base"] > 0]
-    factor = RANGES[part["precision"].iloc[0]]
-    in_range = (ratio > 1 / factor) & (ratio < factor)
+    factor = RANGES.get(forecast, math.inf)
+    is_in_range = (ratio > 1 / factor) & (ratio < factor)
     is_worse = (part["measured"] > part["measured_of_base"]).to_numpy(bool)
     is_safe = (part["verdict"] == "safe").to_numpy(bool)
     return {
         "merges × tasks": len(part),
         "rank correlation": _rank(part, "foretold") if has_unit else "-",
+        "among the merges of one case": _rank_in_cases(part, "foretold"),
         "measured ÷ foretold, 5 % to 95 %": "{:.2f} to {:.2f}".format(
             *np.quantile(ratio, [0.05, 0.95])
         ),
-        "in the range, %": f"{100 * in_range.mean():.0f}" if has_unit else "-",
+        "in the range, %": f"{100 * is_in_range.mean():.0f}" if forecast in RANGES else "-",
         "called safe": int(is_safe.sum()),
         "called safe and worse than the base": int((is_safe & is_worse).sum()),
     }
 
 
 def _row_of_cost(part: pd.DataFrame) -> dict[str, Any]:
-    columns = ["foretold", "cost", "measured"]
-    merges = pd.DataFrame(part.groupby(["kind", "seed", "merge"])[columns].mean())
+    merges = _merges(part)
     return {
         "merges": len(merges),
         "rank by cost": _rank(merges, "cost"),
         "by the rise alone": _rank(merges, "foretold"),
-        "among the merges of one case by cost": _rank_in_cases(merges, "cost"),
-        "among them by the rise": _rank_in_cases(merges, "foretold"),
+        "among the merges of one case by cost": _rank_in_cases(part, "cost"),
+        "among them by the rise": _rank_in_cases(part, "foretold"),
         "merges × tasks": len(part),
         "their rank by cost": _rank(part, "cost"),
         "their rank by the rise alone": _rank(part, "foretold"),
     }
+
+
+def _merges(part: pd.DataFrame) -> pd.DataFrame:
+    """A row for each merge: means over its tasks."""
+    columns = ["foretold", "cost", "measured"]
+    return pd.DataFrame(part.groupby(["kind", "seed", "merge"])[columns].mean())
 
 
 def _rank(table: pd.DataFrame, column: str) -> str:
@@ -219,9 +253,10 @@ def _rank(table: pd.DataFrame, column: str) -> str:
     return f"{_correlation(table, column):.2f}"
 
 
-def _rank_in_cases(merges: pd.DataFrame, column: str) -> str:
-    """The mean over kinds and seeds of the rank correlation, and its standard error."""
-    found = [_correlation(part, column) for _, part in merges.groupby(["kind", "seed"])]
+def _rank_in_cases(part: pd.DataFrame, column: str) -> str:
+    """The rank correlation over the merges of the same models, ± its error over the cases."""
+    by_case = _merges(part).groupby(["kind", "seed"])
+    found = [_correlation(pd.DataFrame(merges), column) for _, merges in by_case]
     if len(found) == 1:
         return f"{found[0]:.2f}"
     return f"{np.mean(found):.2f} ± {np.std(found, ddof=1) / len(found) ** 0.5:.2f}"
