@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from blr_analysis.adapters.base_names import translate
+from blr_analysis.adapters.products import PREFIX
 from blr_analysis.checks import install, some
 from blr_analysis.errors import ModelError, told_as
 from blr_analysis.files import Folder, Source, same_bytes
+from blr_analysis.files.names import TOKEN_TABLES, module_word
 
 
 class Merged(NamedTuple):
@@ -51,6 +53,7 @@ def merge_and_unload(
         tensors, untied = _merge_by_peft(folder, entries, base, file)
     untied_tensors = {name: tensors.pop(name) for name in untied}
     names = translate(tensors, base.specs, str(folder))
+    _check_shapes(tensors, names, base)
     changed = {
         names[key]: tensor
         for key, tensor in tensors.items()
@@ -59,6 +62,14 @@ def merge_and_unload(
     _check_stored_once(changed, base.specs.keys() - names.values(), base, folder)
     untied_in_base = {name: names.get(twin, twin) for name, twin in untied.items()}
     return Merged(changed | untied_tensors, untied_in_base)
+
+
+def _check_shapes(tensors: Mapping[str, Tensor], names: Mapping[str, str], base: Source) -> None:
+    """Raise :class:`ModelError` where a tensor that is no table of tokens has another shape."""
+    for key, tensor in tensors.items():
+        shape = base.specs[names[key]].shape
+        if tensor.shape != shape and module_word(key) not in TOKEN_TABLES:
+            raise ModelError(f"{key!r} becomes {list(tensor.shape)} from {list(shape)}")
 
 
 def _check_stored_once(
@@ -95,6 +106,7 @@ def _merge_by_peft(
     if ignored:
         raise ValueError(f"the installed PEFT does not know {some(ignored)}")
     model = _load_base(base)
+    _resize(model, file)
     untied = _untie(model, entries, base)
     tuned = PeftModel.from_pretrained(model, str(folder), config=config)
     unmatched = get_peft_model_state_dict(tuned).keys() ^ file.specs.keys()
@@ -123,6 +135,20 @@ def _load_base(base: Source) -> Any:
         local_files_only=True,
         use_safetensors=True,
     )
+
+
+def _resize(model: Any, file: Source) -> None:
+    """Give the model as many tokens as the table that an adapter's file holds.
+
+    PEFT saves the whole table and head beside an adapter whose model had tokens added.
+    """
+    table = model.get_input_embeddings()
+    if table is None:
+        return
+    (module,) = [name for name, part in model.named_modules() if part is table][:1]
+    spec = file.specs.get(f"{PREFIX}{module}.weight")
+    if spec is not None and spec.shape[0] != table.weight.shape[0]:
+        model.resize_token_embeddings(spec.shape[0], mean_resizing=False)
 
 
 def _untie(model: Any, entries: Mapping[str, Any], base: Source) -> dict[str, str]:
@@ -163,6 +189,10 @@ def _tied_groups(model: Any) -> list[list[str]]:
 def _check_ties(model: Any, file: Source) -> None:
     """Raise where the adapter changes one of two tied layers: PEFT merges that into both."""
     tied = [name for group in _tied_groups(model) for name in group]
+    copies = [key for name in tied if (key := f"{PREFIX}{name}") in file.specs]
+    are_alike = all(same_bytes(file, copies[0], file, key) for key in copies)
+    if len(copies) == len(tied) and are_alike:
+        return  # the whole table, under each of its names
     layers = {name.removesuffix(".weight").removesuffix(".base_layer") for name in tied}
     for key in file.specs:
         changes_some_tokens_only = "token_adapter" in key

@@ -40,10 +40,12 @@ class Adapted(Source):
         self._changed = changed
         self.changes = {key: _description(change) for key, change in changed.items()}
         self.specs = dict(base.specs)
-        for key in changed:
+        for key, change in changed.items():
             spec = base.specs[self.untied.get(key, key)]
             wider_dtype = torch.promote_types(dtype or spec.dtype, spec.dtype)
-            self.specs[key] = Spec(spec.shape, wider_dtype)
+            # A table of tokens may have more rows than the base's.
+            shape = tuple(change.shape) if isinstance(change, Tensor) else spec.shape
+            self.specs[key] = Spec(shape, wider_dtype)
 
     def words(self, name: str) -> str:
         return self.changes.get(name, "")

@@ -508,6 +508,11 @@ def _averaged(adapters: Sequence[Adapter], weights: Sequence[float]) -> dict[str
     averaged = {}
     for name in sorted(names):
         tensors = [adapter.tensor(name) for adapter in adapters]
+        shapes = {tuple(tensor.shape) for tensor in tensors}
+        if len(shapes) > 1:
+            raise ModelError(
+                f"{name!r} is {sorted(shapes)} in the adapters: add the same tokens to all of them"
+            )
         terms = [w / total * t.double() for w, t in zip(weights, tensors, strict=True)]
         averaged[name] = torch.stack(terms).sum(0).to(tensors[0].dtype).contiguous()
     return averaged

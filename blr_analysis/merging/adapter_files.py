@@ -28,6 +28,7 @@ from blr_analysis.adapters import (
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Folder, drafted
+from blr_analysis.files.names import TOKEN_TABLES, module_word
 
 # Settings that a merged adapter takes over from the first one. The others are about the layers or
 # the training of one adapter, and are left at PEFT's defaults.
@@ -65,7 +66,8 @@ class Adapter:
         entries: its settings that are switched on.
         file: its tensors.
         pairs: by module, the names of its matrices, by the letters "A" and "B".
-        whole: the names of the tensors of modules that the adapter holds whole.
+        whole: the names of the tensors of modules that the adapter holds whole, and of tables with
+            added tokens.
         magnitudes: by module, the name of DoRA's magnitude vector.
         base_weights: the names of weights of the base that the adapter holds unchanged.
         foreign: the names of all other tensors, and of settings that belong to them.
@@ -178,6 +180,8 @@ def read_adapter(place: str | os.PathLike[str]) -> Adapter:
             whole.append(name)
         elif name.endswith(BASE_WEIGHT):
             base_weights.append(name)
+        elif _is_table(name):
+            whole.append(name)
         else:
             foreign.append(name)
     return Adapter(
@@ -200,6 +204,11 @@ def _foreign_settings(entries: Mapping[str, Any]) -> list[str]:
     if entries.get("bias") not in (None, "none"):
         foreign.append("bias")
     return foreign
+
+
+def _is_table(name: str) -> bool:
+    """Whether this is the whole table or head, which PEFT saves where tokens were added."""
+    return name.endswith(".weight") and "lora" not in name and module_word(name) in TOKEN_TABLES
 
 
 def _is_of_module(name: str, modules: Sequence[str]) -> bool:

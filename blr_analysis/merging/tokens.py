@@ -157,7 +157,9 @@ def _chosen(tokenizers: Sequence[Tokenizer], tokenizer_source: str | Path | None
         unread = [tokenizer.name for tokenizer in models if not tokenizer.words]
         if unread:
             raise InputError(f"tokenizer_source: union needs a tokenizer.json in {some(unread)}")
-        return max(models, key=lambda tokenizer: len(tokenizer.words))
+        # An adapter counts too if its table has a row for each of its words.
+        candidates = [one for one in tokenizers if one in models or not one.rowless]
+        return max(candidates, key=lambda tokenizer: len(tokenizer.words))
     folder = Path(str(tokenizer_source)).expanduser()
     for tokenizer in models:
         if tokenizer.folder.resolve() == folder.resolve():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from commands import refused, run
+from models import seeded
 from models_on_disk import write_model
 from safetensors.torch import load_file, save_file
 from tiny_transformers import build
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 import blr_analysis as blr
 from blr_analysis.errors import BLRError
 from blr_analysis.merging.adapter import AdapterReport, merge_adapters
+from blr_analysis.merging.folders import execute
+from blr_analysis.merging.plan import make_plan
+from blr_analysis.merging.recipe import read_recipe
 
 peft = pytest.importorskip("peft")
 State = dict[str, Tensor]
@@ -132,6 +136,43 @@ def test_peft_loads_the_sum_of_products(case: str, tmp_path: Path) -> None:
     for name, start in base.state_dict().items():
         steps = [w * (m[name] - start) for w, m in zip(weights, models, strict=True)]
         torch.testing.assert_close(result[name], start + sum(steps), rtol=1e-4, atol=1e-5)
+
+
+def words(folder: Path, count: int) -> None:
+    """A tokenizer of so many words."""
+    vocabulary = {f"w{k}": k for k in range(count)}
+    document = {"model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"}}
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_tokens_that_adapters_added(tmp_path: Path, is_tied: bool) -> None:
+    """PEFT saves the longer table and head beside such an adapter; its merges hold them too."""
+    base = build("llama", "causal_lm", tie_word_embeddings=is_tied)
+    base.save_pretrained(str(tmp_path / "base"))
+    n_words = base.config.vocab_size
+    words(tmp_path / "base", n_words)
+    with seeded(0):
+        longer = build("llama", "causal_lm", tie_word_embeddings=is_tied)
+        longer.load_state_dict(base.state_dict())
+        longer.resize_token_embeddings(n_words + 3)
+    longer.name_or_path = str(tmp_path / "base")  # by whose configuration PEFT sees the new tokens
+    settings = {"target_modules": ATTENTION, "task_type": "CAUSAL_LM"}
+    places = [written(tmp_path / f"a{t}", longer, t, settings) for t in range(2)]
+    models = [merged_by_peft(longer, place) for place in places]
+    for place in places:
+        words(place, n_words + 3)
+    report = merge_adapters(places, tmp_path / "out")
+    result = merged_by_peft(longer, report.folder)
+    text = "merge_method: linear\nbase_model: base\ntokenizer_source: union\n"
+    (tmp_path / "recipe.yml").write_text(f"{text}models: [{{model: a0}}, {{model: a1}}]")
+    plan = make_plan(read_recipe(tmp_path / "recipe.yml").job)
+    execute(plan, tmp_path / "model")
+    loaded = type(base).from_pretrained(tmp_path / "model").state_dict()
+    for name, tensor in loaded.items():
+        expected = (models[0][name] + models[1][name]) / 2
+        torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(result[name], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_rank_is_the_nearest_product(tmp_path: Path) -> None:
