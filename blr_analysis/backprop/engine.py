@@ -18,6 +18,7 @@ from torch import Tensor
 
 from blr_analysis import ranks
 from blr_analysis.backprop.cost import batch_numbers, gram_floats
+from blr_analysis.backprop.layout import probe_indices
 from blr_analysis.backprop.plan import Plan, plan_for
 from blr_analysis.backprop.record import Recording, examples_per_pass, record
 from blr_analysis.backprop.terms import Term, pieces
@@ -34,8 +35,9 @@ MIN_BYTES_ON_CPU = 56 * 2**20
 MIN_BYTES_ON_GPU = 2**30
 EXAMPLES_IN_MEMORY = 8.5
 TOKENS_ON_CPU = 800
+MOST_TOGETHER = 64  # texts in a batch, however short they are
 MAX_BYTES = 2**30
-MAX_PARAMETER_COPIES = 4  # times the bytes of the parameters
+MAX_MODEL_COPIES = 4  # times the bytes of the model's parameters, frozen ones too
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ def chunks(
     label: str = "reading examples",
     unfinished: Unfinished | None = None,
     divided: bool = False,
+    in_order: bool = True,
 ) -> Iterator[Chunk]:
     """Run the dataset (or ``indices`` of it) in chunks at ``params``.
 
@@ -124,6 +127,8 @@ def chunks(
         unfinished: sums of an earlier run that was interrupted; the chunks that they contain are
             left out.
         divided: whether the ranks take turns, chunk by chunk of what one process would visit.
+        in_order: whether the examples come in the order of ``indices``; else texts of similar
+            lengths come together, which are padded less.
 
     Raises:
         ModelError: see :func:`blr_analysis.backprop.plan.plan_for`.
@@ -139,7 +144,13 @@ def chunks(
     fitting_size = plan.chunk_size(
         columns, bytes_for_graph, _itemsize(params), len(order), by_parts=by_parts
     )
-    batches = order.split(exact_size or fitting_size)
+    lengths = None if in_order or exact_size else task.examples.lengths(order)
+    if lengths is None:
+        batches = order.split(exact_size or fitting_size)
+    else:
+        probe = task.examples.lengths(probe_indices(task.n_data)[0])
+        assert probe is not None
+        batches = batches_by_length(order, lengths, fitting_size, int(probe.max()))
     if divided:
         batches = batches[ranks.rank() :: ranks.count()]
     shown = track(batches, total=len(batches), label=label, show=task.progress)
@@ -151,6 +162,35 @@ def chunks(
             yield _recorded(task, params, plan, chosen, batch, bytes_for_parts)
         del batch  # before the next one is fetched
     plan.without_rule.warn(time.perf_counter() - start)
+
+
+def batches_by_length(
+    order: Tensor, lengths: Tensor, size: int, usual_length: int
+) -> tuple[Tensor, ...]:
+    """Batches of examples of similar lengths, the shortest first.
+
+    Those of the usual length have ``size`` examples. Of shorter ones a batch has as many as have
+    the same tokens; of longer ones so many fewer that attention, whose memory grows with the square
+    of the length, takes no more of it.
+
+    >>> batches_by_length(torch.arange(6), torch.tensor([9, 2, 4, 2, 4, 2]), 2, 4)
+    (tensor([1, 3, 5]), tensor([2, 4]), tensor([0]))
+    """
+
+    def room(length: int) -> float:
+        ratio = usual_length / max(1, length)
+        return size * ratio if ratio > 1 else size * ratio**2
+
+    rising = lengths.argsort(stable=True)
+    sorted_lengths = lengths[rising].tolist()
+    sizes: list[int] = []
+    count = 0
+    for length in sorted_lengths:
+        if count and count + 1 > min(MOST_TOGETHER, room(length)):
+            sizes.append(count)
+            count = 0
+        count += 1
+    return order[rising].split([*sizes, count])
 
 
 def _recorded(
@@ -203,7 +243,7 @@ def _budget(
         return task.memory_budget
     least = MIN_BYTES_ON_CPU if task.device.type == "cpu" else MIN_BYTES_ON_GPU
     bytes_per_example = _itemsize(params) * plan.floats(columns, by_parts=by_parts)
-    return default_memory(params, least, bytes_per_example * examples_in_memory(task, plan))
+    return default_memory(task, least, bytes_per_example * examples_in_memory(task, plan))
 
 
 def examples_in_memory(task: Task, plan: Plan) -> float:
@@ -214,10 +254,10 @@ def examples_in_memory(task: Task, plan: Plan) -> float:
     return min(EXAMPLES_IN_MEMORY, enough)
 
 
-def default_memory(params: Mapping[str, Tensor], least: int, bytes_wanted: float) -> int:
+def default_memory(task: Task, least: int, bytes_wanted: float) -> int:
     """Bytes of working memory where the user names no bound: at least ``least``."""
-    parameter_bytes = sum(p.nbytes for p in params.values())
-    max_bytes = max(MAX_BYTES, MAX_PARAMETER_COPIES * parameter_bytes)
+    model_bytes = sum(p.nbytes for p in task.model.parameters())
+    max_bytes = max(MAX_BYTES, MAX_MODEL_COPIES * model_bytes)
     return max(least, min(int(bytes_wanted), max_bytes))
 
 

@@ -131,29 +131,31 @@ def built_index(
     start = time.perf_counter()
     with profiled() as seconds:
         posterior = source.posterior_of(task, say, unfinished, sampled=True)
+        error = None
         if rank is None:
-            rank = chosen_rank(say, task, posterior)
+            rank, error = chosen_rank(say, task, posterior)
         say("indexing")
         report = partial(say_rank, say, task, posterior, rank)
-        built = Index.build(task, posterior, out, rank=rank, heard=report)
+        built = Index.build(task, posterior, out, rank=rank, error=error, heard=report)
     total = time.perf_counter() - start
     rest = total - sum(seconds.values())
     return built, {**seconds, "the rest": rest}
 
 
-def chosen_rank(say: Teller, task: Task, posterior: Posterior) -> int:
-    """The smallest rank whose error is below :data:`ROUGH`, or else the largest."""
-    from blr_analysis.sensitivity.index.rank import LARGEST, smallest_rank_with_error_below
+def chosen_rank(say: Teller, task: Task, posterior: Posterior) -> tuple[int, ProjectionError]:
+    """The smallest rank whose error is below :data:`ROUGH`, and its error.
 
-    found = smallest_rank_with_error_below(ROUGH, task, posterior)
-    if found is None:
-        return LARGEST  # also where the examples are too few to measure the error
-    rank, error = found
-    say(
-        f"rank {rank:,}: the smallest tried with an error below {ROUGH:g} "
-        f"({error.relative_rms:.2f} on a sample)"
-    )
-    return rank
+    The largest rank where no error is below, and where the examples are too few to measure it.
+    """
+    from blr_analysis.sensitivity.index.rank import smallest_rank_with_error_below
+
+    rank, error = smallest_rank_with_error_below(ROUGH, task, posterior)
+    if error.relative_rms < ROUGH:
+        say(
+            f"rank {rank:,}: the smallest tried with an error below {ROUGH:g} "
+            f"({error.relative_rms:.2f} on a sample)"
+        )
+    return rank, error
 
 
 def say_rank(
@@ -187,7 +189,7 @@ def index_forecast(source: Source, task: Task, rank: int | None) -> Forecast:
     """What an index costs, with the fit of its posterior where none was saved.
 
     Args:
-        rank: of the index; None: it will be chosen, after one more measurement of the error.
+        rank: of the index; None: it will be chosen.
     """
     from blr_analysis.posterior.posterior import Posterior
     from blr_analysis.sensitivity.index.rank import LARGEST
@@ -207,7 +209,6 @@ def index_forecast(source: Source, task: Task, rank: int | None) -> Forecast:
         posterior_for,
         partial(source.examples, sampled=True),
         structure=source.structure,
-        measurements=2 if rank is None else 1,
     )
 
 

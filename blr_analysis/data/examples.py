@@ -118,6 +118,17 @@ class Examples:
         content = content_of(dict(sorted(metadata.items())))
         return hashlib.sha256(f"{mark};{len(self)};".encode() + content).hexdigest()
 
+    def lengths(self, indices: Tensor) -> Tensor | None:
+        """How long each of these examples is, such as in tokens; None where the dataset does not
+        tell: by a method ``length`` of an index."""
+        dataset = self.dataset
+        places = indices.tolist()
+        while type(dataset) is tud.Subset:
+            places = [dataset.indices[place] for place in places]
+            dataset = dataset.dataset
+        length = getattr(dataset, "length", None)
+        return torch.tensor([length(place) for place in places]) if callable(length) else None
+
     def subset(self, indices: Sequence[int]) -> Examples:
         """The examples at these indices, in their order."""
         labels = None

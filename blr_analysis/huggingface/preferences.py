@@ -119,7 +119,7 @@ def preference_task(
         margin = margin_of(model, batch) - batch[REFERENCE]
         return beta * margin.unsqueeze(1), torch.ones_like(margin).unsqueeze(1)
 
-    return Task(
+    task = Task(
         loaded.model,
         DataLoader(pairs, batch_size=BATCH, collate_fn=pairs.collate),
         likelihood="bernoulli",
@@ -128,6 +128,8 @@ def preference_task(
         metadata=metadata_of(table, columns, words),
         **training,
     )
+    task.chunk_size = None  # gradients of as many pairs as the memory for a chunk holds
+    return task
 
 
 def _encoded_rows(

@@ -56,6 +56,10 @@ class Tokens:
     def __getitem__(self, i: int) -> dict[str, Any]:
         return self.rows[i]
 
+    def length(self, i: int) -> int:
+        """The ids of an example, those of all its inputs and labels together."""
+        return sum(len(ids) for ids in self.rows[i].values() if isinstance(ids, Sequence))
+
     def collate(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         """A batch padded to its longest row.
 
@@ -84,7 +88,9 @@ class Tokens:
         padded: Any = replace(self, side=padding_side(loaded, self))
         loader: Any = DataLoader(padded, batch_size=BATCH, collate_fn=padded.collate)
         settings.setdefault("likelihood", loaded.likelihood)
-        return Task(loaded.model, loader, batch_size=BATCH, **settings)
+        task = Task(loaded.model, loader, batch_size=BATCH, **settings)
+        task.chunk_size = None  # gradients of as many texts as the memory for a chunk holds
+        return task
 
 
 def padding_side(loaded: Pretrained, tokens: Tokens) -> str:

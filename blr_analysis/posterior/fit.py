@@ -131,6 +131,7 @@ class Fit:
             indices=indices_of_rank(self.task, self.params, indices),
             label=label,
             unfinished=unfinished,
+            in_order=False,
         )
         for chunk in sweep:
             columns = self._columns_of(chunk, signs)

@@ -16,10 +16,13 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 import blr_analysis as blr
+from blr_analysis.backprop import engine
 from blr_analysis.errors import BLRError, DataError, InputError, ModelError, StorageError
 from blr_analysis.files.headers import record_text
 from blr_analysis.huggingface.models import load_language_model, load_model
 from blr_analysis.huggingface.questions import language_task
+from blr_analysis.sensitivity.index.projection import Projection
+from blr_analysis.sensitivity.index.sketch import Sketch
 
 datasets = pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
@@ -284,6 +287,37 @@ def test_an_adapters_base_stays_in_half_precision(adapter: Path, tmp_path: Path)
     ]
     task.chunk_size = task.batch_size = 1  # in half precision a batch rounds in another way
     check_fisher(task, model, losses)
+
+
+def test_long_texts_are_computed_few_at_a_time(
+    llm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as the memory for a chunk holds, here one."""
+    texts = [{"text": text} for text in tiny.sentences(6, low=5)]
+    task = language_task(load_model(llm), written(tmp_path / "d.jsonl", texts))
+    monkeypatch.setattr(engine, "MIN_BYTES_ON_CPU", 0)
+    monkeypatch.setattr(engine, "TOKENS_ON_CPU", 1)
+    sizes = [len(chunk.indices) for chunk in engine.chunks(task, task.parameters(), columns=1)]
+    assert sizes == [1] * 6
+
+
+def test_texts_of_similar_lengths_are_computed_together(llm: Path, tmp_path: Path) -> None:
+    """Each keeps its own place: an index of all is that of every text alone."""
+    words = tiny.sentences(12, low=3, high=9)
+    texts = [{"text": text} for text in words]
+    task = language_task(load_model(llm), written(tmp_path / "d.jsonl", texts))
+    lengths = task.examples.lengths(torch.arange(12))
+    assert lengths is not None
+    halves = task.subset(range(0, 12, 2)).examples.lengths(torch.arange(6))
+    assert halves is not None
+    assert halves.tolist() == lengths[::2].tolist()
+    sweep = engine.chunks(task, task.parameters(), columns=1, in_order=False)
+    visited = torch.cat([chunk.indices for chunk in sweep])
+    assert visited.tolist() == lengths.argsort(stable=True).tolist() != list(range(12))
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
+    projection = Projection(task, Sketch.of(q, 10**6))
+    alone = [projection.whole(torch.tensor([i])) for i in range(12)]
+    torch.testing.assert_close(projection.whole(), torch.cat(alone), rtol=1e-4, atol=1e-5)
 
 
 def test_rows_of_data_sets_and_their_splits(llm: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 import blr_analysis as blr
 from blr_analysis.cli.index import error_in_words
 from blr_analysis.errors import InputError, PosteriorError, StorageError
+from blr_analysis.sensitivity.index import build as building
 from blr_analysis.sensitivity.index import rank as ranking
 from blr_analysis.sensitivity.index import stored
 from blr_analysis.sensitivity.index.build import check_place, probe
@@ -286,10 +287,16 @@ def test_ranks_are_judged_by_the_error_of_their_index(
         enough = [rank for rank in larger_ranks(10) if is_enough(rank, limit)]
         assert rank_with_error_below(limit, task, q, 10) == (enough[0] if enough else None)
         fitting = list(takewhile(partial(is_enough, limit=limit), smaller_ranks(80)))
-        expected = (fitting[-1], errors[fitting[-1]]) if fitting else None
-        assert smallest_rank_with_error_below(limit, task, q, 80) == expected
+        chosen = fitting[-1] if fitting else 80
+        found = smallest_rank_with_error_below(limit, task, q, 80)
+        assert found == (chosen, errors[chosen])
         outcomes.add(len(fitting))
     assert len(outcomes) == 2, outcomes
+    with monkeypatch.context() as patch:
+        patch.setattr(building, "measured_error", None)  # an error that is known is not measured
+        chosen, error = found
+        index = blr.Index.build(task, q, tmp_path / "chosen", rank=chosen, error=error)
+        assert index.error == error
 
 
 def test_questions_that_do_not_fit_into_memory_together_are_refined_in_blocks(
@@ -478,16 +485,18 @@ def test_the_measured_error_is_that_of_its_pairs(
 
 
 @pytest.mark.parametrize(("n", "is_measured"), [(2, False), (9, False), (10, True)])
-def test_few_pairs_do_not_tell_the_error(n: int, is_measured: bool, tmp_path: Path) -> None:
-    """No rank is chosen by them either."""
+def test_few_pairs_do_not_tell_the_error(
+    n: int, is_measured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank is chosen by them either: it is the largest."""
     task = of_layers("linear", n)
     q = posterior(task)
     blr.Index.build(task, q, tmp_path / "i", rank=5)
     error = blr.Index.open(tmp_path / "i").error
     assert error.pairs == (n // 2) * (n - n // 2)
     assert error.is_measured == is_measured
-    chosen = smallest_rank_with_error_below(math.inf, task, q)
-    assert (chosen is not None) == is_measured
+    monkeypatch.setattr(ranking, "HALVINGS", 1)
+    assert smallest_rank_with_error_below(math.inf, task, q, 4)[0] == (2 if is_measured else 4)
     expected = "rank correlation" if is_measured else "not measured (too few texts)"
     assert expected in error_in_words(error, "texts")
 

@@ -70,11 +70,12 @@ class Builder:
     projection: Projection
     dtype: torch.dtype
 
-    def error(self) -> ProjectionError:
-        """How far the index errs, before it is written: as the plan says, or measured."""
+    def error(self, known: ProjectionError | None = None) -> ProjectionError:
+        """How far the index errs, before it is written: as the plan says, as it is known, or else
+        measured."""
         plan = self.store.plan
         if "error" not in plan:
-            error = measured_error(self.projection, self.dtype)
+            error = known or measured_error(self.projection, self.dtype)
             if ranks.first():
                 write_record(self.store.path / PLAN, plan | {"error": error.entry})
             ranks.wait()
@@ -113,11 +114,18 @@ class Builder:
 
 
 def write(
-    task: Task, q: Posterior, path: Path, rank: int, dtype: str, heard: Heard | None = None
+    task: Task,
+    q: Posterior,
+    path: Path,
+    rank: int,
+    dtype: str,
+    known_error: ProjectionError | None = None,
+    heard: Heard | None = None,
 ) -> None:
     """Build the index of a task in this folder, or go on where a build ended.
 
     Args:
+        known_error: how far the index errs, where it was measured before.
         heard: hears how far the index will err, before the pass over all data.
     """
     leads = ranks.first()
@@ -129,7 +137,7 @@ def write(
     builder = Builder(store, projection, DTYPES[dtype])
     with held(path) if leads else nullcontext(), _claimed(store, claim):
         ranks.wait()
-        error = builder.error()
+        error = builder.error(known_error)
         if heard is not None and not store.is_complete:
             heard(error)
         builder.write_files()

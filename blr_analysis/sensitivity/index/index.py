@@ -75,6 +75,7 @@ class Index:
         *,
         rank: int = 32768,
         dtype: str = "int8",
+        error: ProjectionError | None = None,
         heard: Heard | None = None,
     ) -> Index:
         """Visit the training data once, and store ``rank`` numbers of each example.
@@ -91,6 +92,8 @@ class Index:
                 part of Σ^½ g. Smaller gradients are stored whole.
             dtype: "int8", "float16", "float32" or "float64"; with int8 ``rank=32768`` is 32 kB per
                 example.
+            error: how far an index of this rank errs, where it was measured before, such as to
+                choose the rank; None: it is measured.
             heard: a function that gets the error of the index, before the pass over all data.
 
         Under ``torchrun`` the ranks share the files, 256 examples each, in a folder that all see.
@@ -120,7 +123,7 @@ class Index:
         one_of("dtype", dtype, tuple(DTYPES))
         folder = Path(path_of(path)).expanduser()
         task_at_buffers = task.holding(q.buffers).quiet
-        write(task_at_buffers, q, folder, rank, dtype, heard)
+        write(task_at_buffers, q, folder, rank, dtype, error, heard)
         return cls._opened(folder, task_at_buffers, q)
 
     @classmethod

@@ -52,7 +52,7 @@ class Projection:
         return joined(self.parts(order, divided=divided), order, divided=divided)
 
     def parts(self, indices: Tensor, *, divided: bool = False) -> Iterator[Part]:
-        """No example, and then some of these at a time, and their z.
+        """No example, and then some of these at a time, in an order of their own, and their z.
 
         Args:
             divided: whether the ranks take turns, chunk by chunk.
@@ -60,7 +60,15 @@ class Projection:
         mean = self.sketch.posterior.mean
         like = next(iter(mean.values()))
         yield indices[:0], torch.zeros(0, self.sketch.size, dtype=like.dtype)
-        sweep = chunks(self.task, mean, columns=1, label="index", indices=indices, divided=divided)
+        sweep = chunks(
+            self.task,
+            mean,
+            columns=1,
+            label="index",
+            indices=indices,
+            divided=divided,
+            in_order=False,
+        )
         for chunk in sweep:
             z = self.sketch.of_terms(loss_terms(self.task, chunk, self.cotangent))
             check_finite(z, "projected gradient")
@@ -70,11 +78,16 @@ class Projection:
 def joined(parts: Iterable[Part], order: Tensor, *, divided: bool) -> Tensor:
     """The rows of all parts; if ``divided``, of all ranks, in the order of the examples ``order``,
     which rise."""
-    rows, numbers = zip(*parts, strict=True)
-    whole = torch.cat(numbers)
-    if not divided:
-        return whole
-    return ranks.gathered(whole, torch.searchsorted(order, torch.cat(rows)), len(order))
+    if divided:
+        rows, numbers = zip(*parts, strict=True)
+        places = torch.searchsorted(order, torch.cat(rows))
+        return ranks.gathered(torch.cat(numbers), places, len(order))
+    further_parts = iter(parts)
+    _, of_no_example = next(further_parts)
+    whole = of_no_example.new_zeros(len(order), of_no_example.shape[1])
+    for rows, numbers in further_parts:
+        whole[torch.searchsorted(order, rows)] = numbers
+    return whole
 
 
 def records_of(z: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -55,18 +55,19 @@ def smallest_rank_with_error_below(
     largest: int = LARGEST,
     *,
     dtype: str = "int8",
-) -> tuple[int, ProjectionError] | None:
+) -> tuple[int, ProjectionError]:
     """The last of :func:`smaller_ranks` down to which the relative error stays below ``limit``.
 
     Returns:
         The rank and its error, on the pairs of examples on which :meth:`Index.build` measures it.
-        None if that of the largest is not below the limit.
+        Where no error is below the limit, these are of the largest rank.
     """
     size = sum(mean.numel() for mean in posterior.mean.values())
     ranks = smaller_ranks(largest)
     storing_all = [rank for rank in ranks if rank >= size]
-    chosen = None
-    for rank, error in errors_of_ranks(task, posterior, ranks[len(storing_all[1:]) :], dtype):
+    errors = errors_of_ranks(task, posterior, ranks[len(storing_all[1:]) :], dtype)
+    chosen = errors[0]
+    for rank, error in errors:
         if not error.relative_rms < limit:
             break
         chosen = (rank, error)

@@ -39,7 +39,6 @@ def build_forecast(
     fitted_examples: Callable[[Task], int],
     *,
     structure: str,
-    measurements: int = 1,
     dtype: str = "int8",
 ) -> Forecast:
     """What the fit of a posterior and the build of an index take.
@@ -56,10 +55,9 @@ def build_forecast(
         fit: fits the posterior, or reads it.
         fitted_examples: how many examples the fit to a task visits; 0 where one is read.
         structure: of the posterior that is fitted; "" where one is read.
-        measurements: how often the error of an index is measured: once more if a rank is chosen.
     """
     n_fitted = fitted_examples(task)
-    n_measured = measurements * measured_examples(task.n_data)
+    n_measured = measured_examples(task.n_data)
     n_swept = n_fitted + n_measured + task.n_data
     parameters = task.parameters().values()
     numbers = min(rank, sum(p.numel() for p in parameters))
@@ -102,9 +100,9 @@ def _seconds_of_build(
 
 
 def _bytes_of_a_row(projection: Projection) -> int:
-    """What the numbers of an example take in memory before they are rounded, in two copies."""
+    """What the numbers of an example take in memory before they are rounded."""
     some_weight = next(iter(projection.sketch.posterior.mean.values()))
-    return 2 * projection.sketch.size * some_weight.itemsize
+    return projection.sketch.size * some_weight.itemsize
 
 
 def _bytes_of(q: Posterior) -> int:

@@ -171,7 +171,7 @@ def chunk_size(task: Task, q: Posterior, budget: Budget, n_data: int, answer_siz
     memory = budget.chunk
     if memory is None:
         wanted = itemsize * plan.floats(1) * examples_in_memory(task, plan)
-        memory = default_memory(q.mean, DEFAULT_MEMORY // BUDGET_PARTS, wanted)
+        memory = default_memory(task, DEFAULT_MEMORY // BUDGET_PARTS, wanted)
     by_gradients = plan.chunk_size(1, memory, itemsize, n_data)
     by_answer = budget.room // (ANSWER_COPIES * answer_size)
     return max(1, min(by_gradients, by_answer))
