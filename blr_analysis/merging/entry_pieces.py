@@ -25,6 +25,9 @@ from blr_analysis.merging.piece import (
 from blr_analysis.merging.selections import Blocks, Select, drop_by_size
 
 
+SELECTED = BLOCK // 4  # entries of rows at a time whose divergences are computed in float64
+
+
 @dataclass(frozen=True)
 class Measures:
     """What a method has measured on a whole tensor.
@@ -225,7 +228,8 @@ class EntryMerger:
         """The blocks of the first ``stop`` entries, of whole rows where rows are merged at once."""
         length = BLOCK
         if tensor.scope == ROWS:
-            length = max(1, BLOCK // tensor.row_length) * tensor.row_length
+            entries = BLOCK if self.method.select is None else SELECTED
+            length = max(1, entries // tensor.row_length) * tensor.row_length
         for low in range(0, stop, length):
             yield low, min(low + length, stop)
 
