@@ -24,7 +24,6 @@ from blr_analysis.merging.piece import (
 )
 from blr_analysis.merging.selections import Blocks, Select, drop_by_size
 
-
 SELECTED = BLOCK // 4  # entries of rows at a time whose divergences are computed in float64
 
 
