@@ -119,7 +119,8 @@ def chunks(
     """Run the dataset (or ``indices`` of it) in chunks at ``params``.
 
     Args:
-        size: examples per chunk; None: the task's ``chunk_size``, or as many as its memory holds.
+        size: examples per chunk at most: a batch of longer texts than the plan's probe is divided;
+            None: exactly the task's ``chunk_size``, or as many as its memory holds.
         columns: gradients asked of each example at most; None: one per output. It sets the
             chunk size together with the memory budget.
         by_parts: whether all C gradients are read by :meth:`Chunk.parts`, for which a quarter of
@@ -140,13 +141,14 @@ def chunks(
     order = torch.arange(task.n_data) if indices is None else indices
     columns = plan.outputs if columns is None else columns
     bytes_for_graph, bytes_for_parts = _shares_of_memory(task, params, plan, columns, by_parts)
-    exact_size = size or task.chunk_size
+    exact_size = None if size else task.chunk_size
     fitting_size = plan.chunk_size(
         columns, bytes_for_graph, _itemsize(params), len(order), by_parts=by_parts
     )
-    lengths = None if in_order or exact_size else task.examples.lengths(order)
+    is_sized = size is not None or exact_size is not None
+    lengths = None if in_order or is_sized else task.examples.lengths(order)
     if lengths is None:
-        batches = order.split(exact_size or fitting_size)
+        batches = order.split(size or exact_size or fitting_size)
     else:
         probe = task.examples.lengths(probe_indices(task.n_data)[0])
         assert probe is not None

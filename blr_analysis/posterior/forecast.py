@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import Chunk, chunks
+from blr_analysis.backprop.engine import Chunk, chunks, n_outputs
 from blr_analysis.backprop.inputs import InputMoments, Times, swept
 from blr_analysis.backprop.matrices import Joint
 from blr_analysis.data.examples import evenly_spread
@@ -236,15 +236,17 @@ def sweep_seconds(task: Task, params: Mapping[str, Tensor]) -> float:
 
     Sequences, and examples with many outputs, have one backward pass.
     """
+    count = n_outputs(task, params)
+    has_few_outputs = count <= MANY_OUTPUTS and not task.likelihood.is_sequence
+    columns = count if has_few_outputs else 1
 
     def sweep(indices: Tensor) -> None:
-        chunk = next(iter(chunks(task.quiet, params, size=len(indices), indices=indices)))
-        has_few_outputs = chunk.outputs.ndim == 2 and chunk.outputs.shape[1] <= MANY_OUTPUTS
-        if has_few_outputs:
-            chunk.jacobian_terms()
-        else:
-            error = chunk.likelihood.error(chunk.outputs, chunk.targets)
-            chunk.terms(error.unsqueeze(1), last=True)
+        for chunk in chunks(task.quiet, params, columns=columns, indices=indices, in_order=False):
+            if has_few_outputs:
+                chunk.jacobian_terms()
+            else:
+                error = chunk.likelihood.error(chunk.outputs, chunk.targets)
+                chunk.terms(error.unsqueeze(1), last=True)
 
     return _timed(task, sweep)
 

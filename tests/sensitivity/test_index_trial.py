@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tiny_lm import sequences, task_of, tiny_lm
 import blr_analysis as blr
 from blr_analysis import progress
 from blr_analysis.backprop.engine import Chunk
-from blr_analysis.posterior import fit_examples
+from blr_analysis.posterior import fit_examples, forecast
 from blr_analysis.sensitivity.index import trial
 from blr_analysis.sensitivity.index.build import PROBE_COLUMNS, PROBE_ROWS, measured_error
 from blr_analysis.sensitivity.index.projection import Projection
@@ -70,6 +71,26 @@ def test_the_error_takes_one_gradient_of_each_example(monkeypatch: pytest.Monkey
     clock = Clock(monkeypatch)
     measured_error(projection, torch.int8)
     assert clock.seconds == trial.measured_examples(60) == PROBE_ROWS + PROBE_COLUMNS
+
+
+def test_long_texts_are_timed_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first and last texts, by which chunks are cut, are short: a dry run takes no more memory
+    than the run."""
+    rows = [{"input_ids": row, "labels": row} for row in sequences(40)]
+    for place in (0, 20, 39):
+        rows[place] = {name: ids[:2] for name, ids in rows[place].items()}
+    task = blr.Task(tiny_lm(tied=True), rows, likelihood="causal_lm")
+    sizes: list[int] = []
+    true_terms = Chunk.terms
+
+    def terms(chunk: Chunk, *args: Any, **options: Any) -> Any:
+        sizes.append(len(chunk.indices))
+        return true_terms(chunk, *args, **options)
+
+    monkeypatch.setattr(Chunk, "terms", terms)
+    forecast.sweep_seconds(task, task.parameters())
+    assert sum(sizes) >= 2 * forecast.EXAMPLES_TIMED
+    assert max(sizes) < forecast.EXAMPLES_TIMED
 
 
 def test_a_saved_posterior_is_not_fitted(tmp_path: Path) -> None:
