@@ -6,8 +6,8 @@
 The models and their losses are those of :mod:`benchmarks.merging.contest`. Both packages merge in
 float64, by the same settings. The columns: FusionBench's mean test loss over tasks and seeds, ours,
 and the largest difference between two merged numbers, over the largest number of their tensor, in
-the weights of linear layers and in other tensors. DIR has FusionBench's environment as
-DIR/fusion-bench (``make peers`` sets it up).
+the weights of linear layers and in other tensors (the embedding and the head of a language model
+among them). DIR has FusionBench's environment as DIR/fusion-bench (``make peers`` sets it up).
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from benchmarks.merging.contest import LETTERS_READ, TEXTS, Contender, State, ma
 
 PEER = Path(__file__).with_name("peers_fusionbench.py")
 KINDS = ("mlp", "cnn", "llama")
-TABLES = ["model.embed_tokens.weight"]  # no matrix of a layer; FusionBench must be told
+# They have a row for each token: ours averages them, and FusionBench is told to.
+TABLES = ["model.embed_tokens.weight", "lm_head.weight"]
 
 
 class Doubled(Contender):
@@ -209,7 +210,7 @@ def rows_of(kind: str, seed: int, python: Path) -> list[dict[str, Any]]:
         if merge.name in theirs:
             their_state = theirs[merge.name]
             row["FusionBench"] = scale * _mean_loss(case, their_state)
-            layers = {f"{name}.weight" for name in contender.moments[0]}
+            layers = {f"{name}.weight" for name in contender.moments[0]} - set(TABLES)
             row["linear weights"] = _largest_difference(our_state, their_state, layers)
             row["other tensors"] = _largest_difference(
                 our_state, their_state, their_state.keys() - layers
