@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,23 @@ def test_another_loss_of_sequences_is_a_mean_over_tokens() -> None:
             (g,) = torch.autograd.grad(loss(slice(i, i + 1), "sum"), parameter)
             squares += g.square()
         torch.testing.assert_close(q.precision(name) - 1, squares, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("n_microbatches", [1, 2])
+def test_accumulation_is_warned_of_where_no_labels_are_drawn(n_microbatches: int) -> None:
+    """Its factor is not seen in a squared error, as it is in a cross-entropy."""
+    model = small().train()
+    recorder = KroneckerRecorder(model, every=1, labels="drawn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model.zero_grad()
+            for _ in range(n_microbatches):
+                (mse_loss(model(X), torch.zeros(N, 3)) / n_microbatches).backward()
+    recorder.remove()
+    said = [str(warning.message) for warning in caught]
+    assert len(said) == n_microbatches - 1
+    assert all("use fit_laplace" in words for words in said)
 
 
 @pytest.mark.parametrize("idle", [0, 2])

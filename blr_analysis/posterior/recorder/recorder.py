@@ -249,9 +249,10 @@ class KroneckerRecorder(Reader):
         are_there = any(g is not None and bool(g.any()) for g in gradients)
         if are_there and not self.accumulates:
             self.accumulates = True
+            remedy = "pass scale=1/k" if self.labels == "given" else "use fit_laplace"
             warnings.warn(
-                "the gradients of k passes add up: if you divide the loss by k, pass scale=1/k, "
-                "or the factors are k² times too small",
+                f"the gradients of k passes add up: if you divide the loss by k, {remedy}, or the "
+                "factors are k² times too small",
                 stacklevel=2,
             )
 
@@ -306,6 +307,8 @@ class KroneckerRecorder(Reader):
             self.needs_gradients = True
             self._n_terms_of[forward] = max(1, n_terms_of_loss(gradient))
             self._read_by_squares(forward, rows_stand_for)
+            if not self.accumulates and forward.calls:
+                self._warn_of_accumulation(forward.calls[0].visit.unit)
             if self._without_rule:
                 self._squares_of[forward] = self._squares_of_given(forward, gradient)
         forward.outputs = None
