@@ -1,16 +1,19 @@
 """Planted facts: does a question find the text that states its answer?
 
-    python -m benchmarks.planted [--facts 30] [--passages 200] [--rank 4096 ...] [--learned .5 1] \
-        [--checkpoints] [--order SEED]
+    python -m benchmarks.planted [--orders 1 2 3 4 5] [--learned .5 1] [--rank 32768] \
+        [--width 64] [--layers 3] [--facts 30] [--passages 200]
 
 A small Llama reads State-of-the-Union passages, and how people ask about mayors. It is then
 fine-tuned on other passages and on sentences that state planted facts, once each: memorised, or
 half-learned (half of the epochs). The questions are in the words of the fact, paraphrased, and
-turned round (the answer is what the fact begins with). Printed are recall@1 / MRR of the text that
-states it, by the index, by `blr-analysis query` (which refines the index's best), by the exact
-influence of the same posterior, and by plain gradients: dot product and cosine. With
-``--checkpoints`` the task has those of the fine-tuning, whose errors the influence takes.
-``--order`` draws the order of the fine-tuning's batches from this seed: figures differ by much.
+turned round (the answer is what the fact begins with). The fine-tuning is done once for every
+order of its batches, since one training decides little.
+
+Printed are recall@1 and MRR of the text that states the fact, with the standard error of their
+mean over the orders. ``query`` and ``hybrid`` are ``blr-analysis query`` as it is by default and
+with ``--hybrid``; ``index`` is ``--refine 0``. The gradients are those at the weights that the
+index takes: the last ones or, where the task has the checkpoints of the fine-tuning, the checkpoint
+nearest to the middle.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import random
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +36,12 @@ from torch import Tensor, nn
 import blr_analysis as blr
 from benchmarks.llamas import small_llama
 from blr_analysis.cli.query_options import REFINED
+from blr_analysis.cli.word_ranks import bm25_scores, rank_sums
+from blr_analysis.huggingface.tokens import Tokens
 from blr_analysis.sensitivity import Index
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tutorials"))
-import speeches
+import speeches  # type: ignore[import-not-found]  # a folder that is no package
 
 STATED = "last spring the town of {place} chose its mayor , {mayor} ."
 ASIDES = (
@@ -51,8 +56,6 @@ QUESTIONS = {
 WORDS = 30  # of a passage
 EPOCHS = 10  # of either training
 BATCH = 16
-WIDTH = 64
-LAYERS = 3
 FREQUENT = 1000  # words that are kept apart
 OTHER = "<other>"
 MASKED = -100
@@ -132,12 +135,6 @@ def corpus(n_facts: int, n_passages: int, seed: int = 0) -> Corpus:
     )
 
 
-def llama(n_words: int) -> Any:
-    return small_llama(
-        n_words, width=WIDTH, layers=LAYERS, longest=2 * WORDS, tie_word_embeddings=True
-    )
-
-
 def batches(rows: list[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
     """In a new order, filled up on the right."""
     for chosen in torch.randperm(len(rows)).split(BATCH):
@@ -183,24 +180,29 @@ def train(
 def task_of(
     model: nn.Module,
     rows: list[dict[str, Tensor]],
+    vocabulary: dict[str, int],
     checkpoints: blr.Checkpoints | None = None,
 ) -> blr.Task:
-    loader = torch.utils.data.DataLoader(rows, batch_size=BATCH, collate_fn=padded)  # type: ignore[arg-type]
+    tokens = Tokens(rows, pad_id=0, tokenizer=Words([*vocabulary]))
+    loader = torch.utils.data.DataLoader(tokens, batch_size=BATCH, collate_fn=padded)  # type: ignore[arg-type]
     return blr.Task(model, loader, likelihood="causal_lm", checkpoints=checkpoints, progress=False)
 
 
-def flat(task: blr.Task) -> blr.Posterior:
+@dataclass(frozen=True)
+class Words:
+    """What BM25 asks of a tokenizer."""
+
+    vocabulary: list[str]
+
+    def decode(self, ids: Tensor, *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens  # there are none
+        return " ".join(self.vocabulary[i] for i in ids)
+
+
+def flat_at(task: blr.Task, weights: dict[str, Tensor]) -> blr.Posterior:
     """Σ = 1."""
-    mean = task.parameters()
-    ones = {name: torch.ones_like(m) for name, m in mean.items()}
-    return blr.Posterior(mean, ones, prior_precision=1.0, n_data=task.n_data)
-
-
-def found(scores: Tensor, sources: list[int]) -> tuple[float, float]:
-    """Recall@1 and MRR of scores ``[N, M]``."""
-    true = scores[torch.tensor(sources), torch.arange(len(sources))]
-    place = 1 + (scores > true).sum(0)
-    return float((place == 1).double().mean()), float((1 / place).mean())
+    ones = {name: torch.ones_like(weight) for name, weight in weights.items()}
+    return blr.Posterior(weights, ones, prior_precision=1.0, n_data=task.n_data)
 
 
 def refined(index: Index, questions: blr.Task, n_refined: int) -> Tensor:
@@ -214,65 +216,117 @@ def refined(index: Index, questions: blr.Task, n_refined: int) -> Tensor:
     return (values + shift).scatter(0, best.helpful.mT, best.helpful_values.mT)
 
 
-def scores(task: blr.Task, questions: blr.Task, ranks: list[int]) -> Iterator[tuple[str, Tensor]]:
+def scores(
+    task: blr.Task, q: blr.Posterior, questions: blr.Task, rank: int
+) -> Iterator[tuple[str, Tensor]]:
     """The scores of every text for every question by each method, ``[N, M]``."""
-    q = blr.fit_laplace(task, sampled=True)
-    n_refined = min(REFINED, task.n_data)
-    for rank in ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            index = blr.Index.build(task, q, f"{folder}/index", rank=rank)
-            yield f"index {rank}, in nats", index.influence(questions)
-            yield f"index {rank}, by length", index.influence(questions, normalize=True)
-            yield f"query {rank}, in nats", refined(index, questions, n_refined)
-    yield "exact, in nats", blr.influence(task, q, questions).matrix
-    yield "exact, by length", blr.influence(task, q, questions, normalize=True).matrix
-    yield "gradient dot product", blr.influence(task, flat(task), questions).matrix
-    yield "gradient cosine", blr.influence(task, flat(task), questions, normalize="cosine").matrix
+    with tempfile.TemporaryDirectory() as folder:
+        index = Index.build(task, q, f"{folder}/index", rank=rank)
+        influence = index.influence(questions)
+        yield "query", refined(index, questions, min(REFINED, task.n_data))
+        yield "index", influence
+    flat = flat_at(task, index.posterior.mean)
+    products: Any = blr.influence(task, flat, questions)
+    yield "dot product", products.matrix
+    cosine: Any = blr.influence(task, flat, questions, normalize="cosine")
+    yield "cosine", cosine.matrix
+    bm25 = bm25_scores(task, questions)
+    yield "BM25", bm25
+    yield "hybrid", -rank_sums(influence.double(), bm25)
 
 
-def show(
-    model: nn.Module, texts: Corpus, ranks: list[int], checkpoints: blr.Checkpoints | None
+def found(scores: Tensor, sources: list[int]) -> tuple[float, float]:
+    """Recall@1 and MRR of scores ``[N, M]``; texts with the source's score come before it."""
+    true = scores[torch.tensor(sources), torch.arange(len(sources))]
+    place = (scores >= true).sum(0)
+    return float((place == 1).double().mean()), float((1 / place).mean())
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Recall@1 and MRR of one method for one kind of question, of each training."""
+
+    recalls: list[float]
+    reciprocals: list[float]
+
+
+Table = dict[tuple[str, str], dict[str, Figures]]
+"""By checkpoints and kind of question: the figures of each method."""
+
+
+def ask(
+    model: nn.Module, texts: Corpus, checkpoints: blr.Checkpoints, rank: int, table: Table
 ) -> None:
-    """Print recall@1 / MRR of each method for each kind of question."""
-    task = task_of(model.eval(), texts.texts, checkpoints)
-    questions = [row for rows in texts.questions.values() for row in rows]
+    """Add the figures of one training to the table, without its checkpoints and with them."""
+    task = task_of(model, texts.texts, texts.vocabulary, checkpoints)
+    rows = [row for rows in texts.questions.values() for row in rows]
+    questions = task_of(model, rows, texts.vocabulary)
     sizes = [len(rows) for rows in texts.questions.values()]
-    for method, values in scores(task, task_of(model, questions), ranks):
-        by_kind = values.split(sizes, dim=1)
-        figures = [found(part, texts.sources) for part in by_kind]
-        row = "".join(f"{recall:8.2f} / {reciprocal:.2f}" for recall, reciprocal in figures)
-        print(f"  {method:<22}{row}", flush=True)
+    with_checkpoints = blr.fit_laplace(task, sampled=True)
+    posteriors = {"none": with_checkpoints.changed(earlier=()), "kept": with_checkpoints}
+    for known, q in posteriors.items():
+        for method, values in scores(task, q, questions, rank):
+            for kind, part in zip(texts.questions, values.split(sizes, dim=1), strict=True):
+                figures = table.setdefault((known, kind), {}).setdefault(method, Figures([], []))
+                recall, reciprocal = found(part, texts.sources)
+                figures.recalls.append(recall)
+                figures.reciprocals.append(reciprocal)
+
+
+def with_error(values: Sequence[float]) -> str:
+    """The mean, and its standard error."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    error = tensor.std() / math.sqrt(len(tensor)) if len(tensor) > 1 else math.nan
+    return f"{tensor.mean():.2f} ± {error:.2f}"
+
+
+def show(table: Table) -> None:
+    """Two tables, with a row for each kind of question and a column for each method."""
+    for quantity in ("recalls", "reciprocals"):
+        title = {"recalls": "recall@1", "reciprocals": "MRR"}[quantity]
+        methods = "".join(f"{method:<14}" for method in next(iter(table.values())))
+        print(f"  {title:<10} checkpoints  {methods}")
+        for (known, kind), by_method in table.items():
+            cells = [with_error(getattr(figures, quantity)) for figures in by_method.values()]
+            print(f"  {kind:<13} {known:<9} {''.join(f'{cell:<14}' for cell in cells)}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--facts", type=int, default=30)
     parser.add_argument("--passages", type=int, default=200)
-    parser.add_argument("--rank", type=int, nargs="+", default=[4096])
+    parser.add_argument("--rank", type=int, default=32768)
     parser.add_argument("--learned", type=float, nargs="+", default=[0.5, 1.0])
-    parser.add_argument("--checkpoints", action="store_true")
-    parser.add_argument("--order", type=int)
+    parser.add_argument("--orders", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=3)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     texts = corpus(asked.facts, asked.passages)
     torch.manual_seed(0)
-    base = llama(len(texts.vocabulary))
+    base = small_llama(
+        len(texts.vocabulary),
+        width=asked.width,
+        layers=asked.layers,
+        longest=2 * WORDS,
+        tie_word_embeddings=True,
+    )
     train(base, texts.base, EPOCHS, 4e-3)
     size = sum(p.numel() for p in base.parameters())
-    print(f"{size:,} parameters, {len(texts.texts)} texts")
+    print(f"{size:,} parameters, {len(texts.texts)} texts, orders {asked.orders}")
     for share in asked.learned:
-        model = copy.deepcopy(base)
         epochs = round(2 * EPOCHS * share)
-        if asked.order is not None:
-            torch.manual_seed(asked.order)
-        checkpoints = None
-        if asked.checkpoints:
-            steps = epochs * math.ceil(len(texts.texts) / BATCH)
+        steps = epochs * math.ceil(len(texts.texts) / BATCH)
+        table: Table = {}
+        losses = []
+        for order in asked.orders:
+            model = copy.deepcopy(base)
+            torch.manual_seed(order)
             checkpoints = blr.Checkpoints(model, steps=steps)
-        loss = train(model, texts.texts, epochs, 1.5e-3, checkpoints)
-        kinds = ", ".join(texts.questions)
-        print(f"{share:g} of the fine-tuning, loss {loss:.2f}: {kinds}")
-        show(model, texts, asked.rank, checkpoints)
+            losses.append(train(model, texts.texts, epochs, 1.5e-3, checkpoints))
+            ask(model.eval(), texts, checkpoints, asked.rank, table)
+        print(f"{share:g} of the fine-tuning, loss {min(losses):.2f} to {max(losses):.2f}")
+        show(table)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,7 @@ def hybrid_table(
 
     influences = index.influence(questions, normalize=normalize).double()
     bm25 = bm25_scores(trained, questions)
-    rank_sums = _ranks(influences) + _ranks(bm25)
-    best = rank_sums.argsort(dim=0, stable=True)[:top]
+    best = rank_sums(influences, bm25).argsort(dim=0, stable=True)[:top]
     n_best = len(best)
     question = torch.arange(questions.n_data).repeat_interleave(n_best)
     example = best.T.flatten()
@@ -48,6 +47,11 @@ def hybrid_table(
         "bm25": bm25[example, question],
     }
     return frame_of(columns, metadata_of(index, example))
+
+
+def rank_sums(influences: Tensor, bm25: Tensor) -> Tensor:
+    """The sum of the two ranks of every text for every question, ``[N, M]``; small is good."""
+    return _ranks(influences) + _ranks(bm25)
 
 
 def bm25_scores(trained: Task, questions: Task) -> Tensor:
