@@ -1,14 +1,15 @@
 """What an index of an adapter costs on its frozen base, beside the plain loop.
 
-    python -m benchmarks.adapters --shape 4m --texts 64 --tokens 64         # a CPU, two minutes
+    python -m benchmarks.adapters --shape 4m --texts 2000 --tokens 64       # a CPU, ten minutes
     python -m benchmarks.adapters --shape 7b --targets q_proj,v_proj --device cuda --texts 2000 \\
         --tokens 512                                                        # a card of 80 GB
 
 The plain loop makes one batched forward and backward pass over the same texts, by transformers and
-peft alone. Both run in a process of their own; weights are random, so nothing is fetched. Printed
-are seconds, start-up aside (on a CPU of the processor, on one thread), and the peak of memory: on a
-GPU what torch allocated there, on a CPU the process's. On a GPU the base is in bfloat16. On a CPU
-there are two runs, in float32 and in bfloat16, which many CPUs multiply slowly.
+peft alone, eight texts of similar lengths at a time. With ``--mixed`` the texts have many lengths.
+Both run in a process of their own; weights are random, so nothing is fetched. Printed are seconds,
+start-up aside (on a CPU of the processor, on one thread), and the peak of memory: on a GPU what
+torch allocated there, on a CPU the process's. On a GPU the base is in bfloat16. On a CPU there are
+two runs, in float32 and in bfloat16, which many CPUs multiply slowly.
 
 The 7B run was not made yet. Expected of one H100: 80 s for the plain loop, 110 s for the index,
 30 s for the sweeps of the fit to 256 texts and 3 minutes for 128 eigendecompositions of 4,096
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import resource
 import subprocess
@@ -56,6 +58,7 @@ SHAPES = {
 }
 BATCH = 8
 RANK = 16
+SPREAD = 0.8  # of the logarithm of mixed lengths
 EVERY_LAYER = "all-linear"
 
 
@@ -75,9 +78,16 @@ def tokenizer(size: int) -> Any:
     )
 
 
-def write(
-    folder: Path, shape: Shape, texts: int, tokens: int, dtype: torch.dtype, targets: str
-) -> None:
+def lengths_of(texts: int, tokens: int, *, mixed: bool) -> list[int]:
+    """The tokens of each text: all ``tokens``, or log-normal around it."""
+    if not mixed:
+        return [tokens] * texts
+    draw = random.Random(1)
+    drawn = [draw.lognormvariate(math.log(tokens), SPREAD) for _ in range(texts)]
+    return [int(min(4 * tokens, max(tokens / 8, length))) for length in drawn]
+
+
+def write(folder: Path, shape: Shape, lengths: list[int], dtype: torch.dtype, targets: str) -> None:
     """A base of this type, an adapter of rank 16 on the layers ``targets``, and texts."""
     import peft
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -115,7 +125,7 @@ def write(
         json.dumps(
             {"text": " ".join(f"w{draw.randrange(1, shape.vocabulary)}" for _ in range(tokens))}
         )
-        for _ in range(texts)
+        for tokens in lengths
     ]
     (folder / "texts.jsonl").write_text("\n".join(rows))
 
@@ -138,6 +148,7 @@ def plain(folder: Path, device: str, fit: str) -> float:
     model = model.to(device).eval()
     read = AutoTokenizer.from_pretrained(folder / "base")
     texts = [json.loads(line)["text"] for line in (folder / "texts.jsonl").open()]
+    texts.sort(key=lambda text: len(text.split()))
     started = clock(device)
     for first in range(0, len(texts), BATCH):
         batch = read(texts[first : first + BATCH], return_tensors="pt", padding=True).to(device)
@@ -198,7 +209,8 @@ def compare(asked: argparse.Namespace, dtype: str) -> None:
     shape = SHAPES[asked.shape]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write(folder, shape, asked.texts, asked.tokens, getattr(torch, dtype), asked.targets)
+        lengths = lengths_of(asked.texts, asked.tokens, mixed=asked.mixed)
+        write(folder, shape, lengths, getattr(torch, dtype), asked.targets)
         base = sum(file.stat().st_size for file in (folder / "base").glob("*.safetensors"))
         print(f"a base of {base / 2**30:.2f} GiB in {dtype}")
         figures = {way: measured(way, folder, asked.device, asked.fit) for way in WAYS}
@@ -218,6 +230,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="30m")
     parser.add_argument("--texts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--mixed", action="store_true", help="texts of many lengths")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), nargs="+")
     parser.add_argument("--fit", choices=("kron", "diag"), default="kron")
