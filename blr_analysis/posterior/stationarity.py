@@ -172,7 +172,14 @@ def _single_examples(task: Task, q: Posterior) -> SingleExamples:
     pull = 0.0
     loss = 0.0
     n_saturated = 0
-    sweep = chunks(task.quiet, q.mean, columns=1, indices=sample, label="distance from the minimum")
+    sweep = chunks(
+        task.quiet,
+        q.mean,
+        columns=1,
+        indices=sample,
+        label="distance from the minimum",
+        in_order=False,
+    )
     for chunk in sweep:
         error = chunk.likelihood.error(chunk.outputs, chunk.targets)
         terms = chunk.terms(error.unsqueeze(1), last=True)
