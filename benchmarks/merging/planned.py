@@ -136,8 +136,9 @@ def compared(root: Path, structure: str, start: int) -> Iterator[tuple[str, str,
         "models": [{"model": "tuned1"}, {"model": "tuned2"}],
     }
     (root / "recipe.yml").write_text(json.dumps(recipe))  # JSON is YAML
-    plan = planned("merge", root / "recipe.yml")
-    measured = run("merge", root / "recipe.yml", root / "out")
+    one_thread = ("--threads", 1)  # as many as fit would take part, fewer with wider layers
+    plan = planned("merge", root / "recipe.yml", *one_thread)
+    measured = run("merge", root / "recipe.yml", root / "out", *one_thread)
     yield "merge", "memory, GB", plan["memory"] / 1e9, (measured.peak - start) / 1e9
     written = (root / "out" / "model.safetensors").stat().st_size
     yield "merge", "disk, GB", plan["bytes_written"] / 1e9, written / 1e9
