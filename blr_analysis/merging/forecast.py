@@ -26,7 +26,7 @@ therefore wide: a factor of 10 for Kronecker factors and of 30 for diagonals, wh
 weights act together. ``python -m benchmarks.merging.contest`` measures both: by Kronecker factors
 99 to 100 % of the rises of small networks of images are within it, of small language models 60 to
 65 %; the others rise by less. The order of the rises says more than their size, but by diagonals it
-said nothing on two networks of images. A task is called safe if Q_t of the merge is below a tenth
+said nothing on three networks of images. A task is called safe if Q_t of the merge is below a tenth
 of Q_t of the base: there, no task below that was worse than with the base, but one came near. Two
 kinds of precisions are too weak for this verdict. Where factors come from fewer examples than a
 layer has inputs, most directions are unknown. Where Q_t of the base is below .01 nats, the model is
