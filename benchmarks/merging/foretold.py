@@ -164,8 +164,7 @@ def _verdict(curvature: Curvature, form: Form, shares: Mapping[str, float]) -> s
     return TaskForecast(
         task="",
         rise=form.rise if has_unit else math.nan,
-        low=math.nan,
-        high=math.nan,
+        factor=RANGES.get(curvature.structure, RANGE_OF_KRONECKER),
         base_rise=form.rise_of_base if has_unit else math.nan,
         share=form.rise / form.rise_of_base,
         tensors={},

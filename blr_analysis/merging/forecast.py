@@ -26,9 +26,10 @@ therefore wide: a factor of 10 for Kronecker factors and of 30 for diagonals, wh
 weights act together. ``python -m benchmarks.merging.contest`` measures both: by Kronecker factors
 99 to 100 % of the rises of small networks of images are within it, of small language models 60 to
 65 %; the others rise by less. The order of the rises says more than their size, but by diagonals it
-said nothing on three networks of images. A task is called safe if Q_t of the merge is below a tenth
-of Q_t of the base: there, no task below that was worse than with the base, but one came near. Two
-kinds of precisions are too weak for this verdict. Where factors come from fewer examples than a
+says nothing of networks of images. The rise of the base is as uncertain as that of the merge. So a
+task is called safe only if the two ranges do not meet: below 1/100 of the base's Q_t by factors.
+Three tasks of eight below a tenth were worse than with the base. Two kinds of precisions are too
+weak for this verdict. Where factors come from fewer examples than a
 layer has inputs, most directions are unknown. Where Q_t of the base is below .01 nats, the model is
 so sure of its data that H_t has vanished, or it has hardly moved. Of MiniLM with 120 texts for 384
 inputs, both hold, and merges were worse by .2 nats than Q_t says.
@@ -36,8 +37,8 @@ inputs, both hold, and merges were worse by .2 nats than Q_t says.
 Moments of inputs ("gram") say how far a layer's outputs move, and not how much the loss depends on
 them: they have no unit of the loss. For them, only the share of the base's Q_t is given. Each layer
 counts in it by the size of its outputs. If the loss depends most on the layer whose share is
-largest, the true share is that one. So this largest share must be below a tenth for "safe". A merge
-by gram makes these very sums small, so that it looks better by them than it is.
+largest, the true share is that one. So this largest share must be below 1/100, too. A merge by gram
+makes these very sums small, so that it looks better by them than it is.
 """
 
 from __future__ import annotations
@@ -65,7 +66,6 @@ from blr_analysis.merging.precisions import (
 # The range of a rise is from the rise divided by a factor to the rise times it.
 RANGE_OF_KRONECKER = 10.0
 RANGE_OF_DIAGONALS = 30.0
-SAFE_SHARE = 0.1  # of the base's rise
 SMALLEST_BASE_RISE = 0.01  # nats for each example: below it, no task is called safe
 ROUNDING = 1e-6  # of the base's rise: so much a layer may rise by rounding
 REMEDY = "merge fewer models, use a smaller weight, gram or kron precisions, or a common base"
@@ -78,7 +78,7 @@ class TaskForecast:
     Attributes:
         task: the name of its fine-tuned model.
         rise: Q_t at the merge, in nats for each example; NaN where the precision has no such unit.
-        low, high: the range of the rise.
+        factor: the true rise is likely between Q_t divided by this factor and Q_t times it.
         base_rise: Q_t at the base; NaN without a base.
         share: Q_t at the merge over Q_t at the base; NaN without a base.
         tensors: by tensor, or by layer, its share in Q_t of the merge, largest first.
@@ -92,8 +92,7 @@ class TaskForecast:
 
     task: str
     rise: float
-    low: float
-    high: float
+    factor: float
     base_rise: float
     share: float
     tensors: Mapping[str, float]
@@ -103,11 +102,26 @@ class TaskForecast:
     has_enough_examples: bool = True
 
     @property
+    def low(self) -> float:
+        """The lower end of the range of the rise."""
+        return self.rise / self.factor
+
+    @property
+    def high(self) -> float:
+        """The upper end of the range of the rise."""
+        return self.rise * self.factor
+
+    @property
+    def safe_share(self) -> float:
+        """The share below which the range of the rise ends before that of the base begins."""
+        return self.factor**-2
+
+    @property
     def verdict(self) -> str:
         """ "safe", "uncertain", or "too far apart"."""
         if self.share >= 1:
             return "too far apart"
-        is_safe = self.share < SAFE_SHARE and not self.doubt
+        is_safe = self.share < self.safe_share and not self.doubt
         return "safe" if is_safe else "uncertain"
 
     @property
@@ -117,8 +131,8 @@ class TaskForecast:
         if has_vanished or not self.has_enough_examples:
             return "too few examples, or a model that is sure of them all"
         has_unit = not math.isnan(self.rise)
-        if not has_unit and self.largest_share >= SAFE_SHARE:
-            return "the share of one layer is a tenth or more"
+        if not has_unit and self.largest_share >= self.safe_share:
+            return f"the share of one layer is {self.safe_share:g} or more"
         return ""
 
 
@@ -137,7 +151,7 @@ class MergeForecast:
             return f"too far apart for {names}, which the base serves as well: {REMEDY}"
         doubted: dict[str, list[str]] = {}
         for task in self.tasks:
-            if task.share < SAFE_SHARE and task.doubt:
+            if task.share < task.safe_share and task.doubt:
                 doubted.setdefault(task.doubt, []).append(repr(task.task))
         return "; ".join(
             f"uncertain for {', '.join(names)}: {doubt}" for doubt, names in doubted.items()
@@ -390,8 +404,7 @@ def _forecast_of(t: int, curvatures: Sequence[_Curvature]) -> TaskForecast:
     result = TaskForecast(
         own.plan.models[t].source.name,
         rise=total.rise,
-        low=total.rise / factor,
-        high=total.rise * factor,
+        factor=factor,
         base_rise=total.rise_of_base if has_base else math.nan,
         share=total.rise / total.rise_of_base if has_share else math.nan,
         tensors=dict(sorted(parts.items(), key=lambda part: -part[1])),
@@ -402,7 +415,7 @@ def _forecast_of(t: int, curvatures: Sequence[_Curvature]) -> TaskForecast:
     )
     if structure != "gram":
         return result
-    no_unit = dict.fromkeys(("rise", "low", "high", "base_rise", "interference", "cost"), math.nan)
+    no_unit = dict.fromkeys(("rise", "base_rise", "interference", "cost"), math.nan)
     return replace(result, **no_unit)
 
 
