@@ -36,7 +36,7 @@ from torch import Tensor, nn
 import blr_analysis as blr
 from benchmarks.llamas import small_llama
 from blr_analysis.cli.query_options import REFINED
-from blr_analysis.cli.word_ranks import bm25_scores, rank_sums
+from blr_analysis.cli.word_scores import bm25_scores, hybrid_scores
 from blr_analysis.huggingface.tokens import Tokens
 from blr_analysis.sensitivity import Index
 
@@ -232,7 +232,7 @@ def scores(
     yield "cosine", cosine.matrix
     bm25 = bm25_scores(task, questions)
     yield "BM25", bm25
-    yield "hybrid", -rank_sums(influence.double(), bm25)
+    yield "hybrid", hybrid_scores(influence, bm25)
 
 
 def found(scores: Tensor, sources: list[int]) -> tuple[float, float]:

@@ -10,11 +10,16 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from scipy.stats import zscore
 from tiny_lm import task_of, tiny_lm
 from torch.nn.functional import cross_entropy
 
-from blr_analysis.cli.behaviour import surprise_of, table_of_behaviour, write_without
-from blr_analysis.cli.word_ranks import bm25_scores, hybrid_table
+from blr_analysis.cli.behaviour import (
+    surprise_of,
+    table_of_behaviour,
+    write_without,
+)
+from blr_analysis.cli.word_scores import bm25_scores, hybrid_scores, hybrid_table
 from blr_analysis.huggingface.tokens import Tokens
 from tests.support import tiny_transformers as tiny
 
@@ -56,6 +61,17 @@ def test_metadata_do_not_replace_what_was_computed() -> None:
     best = table_of_behaviour(index_of(influences), influences[:, 0], 2, "influence")
     assert best["influence"].tolist() == influences[:, 0].topk(2).values.tolist()
     assert best["influence_metadata"].tolist() == [TEXTS[i] for i in best["example"]]
+
+
+def test_influence_and_words_count_by_their_standard_deviations() -> None:
+    """scipy's z-scores; words that say nothing leave the order of influence."""
+    random = torch.Generator().manual_seed(0)
+    influences = torch.randn(7, 2, generator=random, dtype=torch.float64)
+    bm25 = torch.rand(7, 2, generator=random, dtype=torch.float64)
+    expected = zscore(influences.numpy()) + zscore(bm25.numpy())
+    assert hybrid_scores(influences, bm25).numpy() == pytest.approx(expected)
+    bm25[:] = 0.1
+    assert hybrid_scores(influences, bm25).numpy() == pytest.approx(zscore(influences.numpy()))
 
 
 def test_the_rows_that_stay_are_written_as_they_were(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
 
     from blr_analysis.task import Task
 
-ORDER_OF_HYBRID = "Ordered by the sum of two ranks, by influence and by words in common (BM25)."
+ORDER_OF_HYBRID = "Ordered by influence and words in common (BM25), each in standard deviations."
 
 
 def query(
@@ -173,8 +173,8 @@ def table_of_sources(matches: Any) -> pd.DataFrame:
 
 
 def table_with_words(opened: Opened, questions: Task, request: Request) -> pd.DataFrame:
-    """A row for each question and source, by the ranks of influence and of words."""
-    from blr_analysis.cli.word_ranks import hybrid_table
+    """A row for each question and source, by influence and by words."""
+    from blr_analysis.cli.word_scores import hybrid_table
 
     assert opened.training is not None
     say_if_rough(request.say, opened.index.error)

@@ -43,7 +43,7 @@ class Ranking:
     ] = None
     hybrid: Annotated[
         bool,
-        typer.Option("--hybrid", help="Add the ranks of BM25, which compares words."),
+        typer.Option("--hybrid", help="Add the score of BM25, which compares words."),
     ] = False
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Also write the share of every token (needs --out).")
@@ -137,7 +137,7 @@ def check_options(questions: str | None, behaviour: Behaviour, request: Request)
     if has_bad and ranking.needs_training_data:
         raise InputError("--refine, --tokens and --hybrid belong to QUESTIONS")
     if ranking.hybrid and (ranking.refine or ranking.tokens):
-        raise InputError("--hybrid ranks by two lists: leave --refine and --tokens out")
+        raise InputError("--hybrid orders by two scores: leave --refine and --tokens out")
     asks_a_script = questions is not None and ".py:" in questions
     is_for_texts = ranking.tokens or ranking.hybrid or request.places.belong_to_a_language_model
     if asks_a_script and is_for_texts:

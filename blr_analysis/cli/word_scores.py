@@ -1,4 +1,4 @@
-"""Sources by two ranks: by influence, and by the words that question and text share (BM25)."""
+"""Sources by influence and by the words that question and text share (BM25) together."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ LENGTH_DISCOUNT = 0.75
 def hybrid_table(
     index: Index, trained: Task, questions: Task, *, top: int, normalize: bool
 ) -> pd.DataFrame:
-    """The ``top`` sources of every question, by the sum of two ranks.
+    """The ``top`` sources of every question, by :func:`hybrid_scores`.
 
-    The first rank is by influence, the second by BM25 on the words of question and text (Robertson
-    & Zaragoza, 2009). The table has a row for each question and source.
+    The table has a row for each question and source.
     """
     import torch
 
@@ -35,7 +34,7 @@ def hybrid_table(
 
     influences = index.influence(questions, normalize=normalize).double()
     bm25 = bm25_scores(trained, questions)
-    best = rank_sums(influences, bm25).argsort(dim=0, stable=True)[:top]
+    best = hybrid_scores(influences, bm25).argsort(dim=0, descending=True, stable=True)[:top]
     n_best = len(best)
     question = torch.arange(questions.n_data).repeat_interleave(n_best)
     example = best.T.flatten()
@@ -49,13 +48,20 @@ def hybrid_table(
     return frame_of(columns, metadata_of(index, example))
 
 
-def rank_sums(influences: Tensor, bm25: Tensor) -> Tensor:
-    """The sum of the two ranks of every text for every question, ``[N, M]``; small is good."""
-    return _ranks(influences) + _ranks(bm25)
+def hybrid_scores(influences: Tensor, bm25: Tensor) -> Tensor:
+    """The sum of two standardized scores of every text for every question, ``[N, M]``:
+
+        (u − ū) / σ(u) + (w − w̄) / σ(w)
+
+    for influences u and BM25 w (Montague & Aslam, CIKM 2001). Means and standard deviations are
+    over the texts. A score that is the same for all of them counts as 0. Unlike a sum of ranks it
+    keeps by how much a text stands out.
+    """
+    return _standardized(influences.double()) + _standardized(bm25)
 
 
 def bm25_scores(trained: Task, questions: Task) -> Tensor:
-    """BM25 of every training text for every question, ``[N, M]``:
+    """BM25 (Robertson & Zaragoza, 2009) of every training text for every question, ``[N, M]``:
 
         Σ_w log(1 + (N − n_w + ½) / (n_w + ½)) · c_w / (c_w + k (1 − b + b ℓ / ℓ̄))
 
@@ -90,10 +96,9 @@ def _words(task: Task) -> list[list[str]]:
     return words
 
 
-def _ranks(scores: Tensor) -> Tensor:
-    """The rank of each row in every column; the largest has rank 1, ties share their mean rank."""
-    import pandas as pd
-    import torch
-
-    ranks = pd.DataFrame(scores.numpy()).rank(ascending=False)
-    return torch.from_numpy(ranks.to_numpy(copy=True))
+def _standardized(scores: Tensor) -> Tensor:
+    """Columns with mean 0 and standard deviation 1, or 0 where a column is constant."""
+    deviations = scores - scores.mean(0)
+    standardized = deviations / deviations.square().mean(0).sqrt()
+    is_constant = (scores == scores[0]).all(0)
+    return standardized.masked_fill(is_constant, 0.0)
