@@ -114,11 +114,16 @@ def show_forecast(plan: MergePlan) -> list[dict[str, Any]] | None:
     else:
         title = "Forecast: how far layers' outputs move, as a share of the move back to the base"
     show_table(title, {name: values for name, values in columns.items() if are_known[name]})
-    if not are_known["rise"]:
+    if are_known["rise"]:
+        typer.echo(f"cost {nats(prediction.cost)}: orders merges better than the rises do")
+    else:
         typer.echo(OF_GRAM)
     if prediction.note:
         typer.echo(prediction.note)
-    return [{**vars(task), "verdict": task.verdict} for task in prediction.tasks]
+    return [
+        {**vars(task), "low": task.low, "high": task.high, "verdict": task.verdict}
+        for task in prediction.tasks
+    ]
 
 
 def percent(share: float) -> str:

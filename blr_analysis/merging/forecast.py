@@ -15,24 +15,23 @@ H_t says. That part of Q_t is the interference
 
 H_t is small where model t is sure of its data, and models differ in this. So the mean of all tasks'
 H for each example, H̄, has a say too: Q̄_t and Ī_t are of θ − θ_t in H̄. The cost
-√((Q_t + I_t)(Q̄_t + Ī_t)) is a second number to order merges by. It was chosen among some 33
-formulas. On seeds that had no part in the choice it ordered merges clearly better than Q_t for a
-transformer of images, somewhat better for small Llamas and adapters, alike for MLPs, and better or
-worse for convolutions. The tasks of one merge of texts are ordered better by Q_t.
-``python -m benchmarks.merging.contest`` compares both.
+√((Q_t + I_t)(Q̄_t + Ī_t)) is the number to order merges by. It was chosen among some 33 formulas. On
+seeds that had no part in the choice it ordered merges much better than Q_t for transformers of
+images, better for adapters, alike for MLPs, and slightly worse for convolutions. The tasks of one
+merge of texts are ordered better by Q_t. ``python -m benchmarks.merging.contest`` compares both.
 
 Merges are often further from θ_t than this approximation reaches. The range around the rise is
 therefore wide: a factor of 10 for Kronecker factors and of 30 for diagonals, which ignore how
 weights act together. ``python -m benchmarks.merging.contest`` measures both: by Kronecker factors
 99 to 100 % of the rises of small networks of images are within it, of small language models 60 to
-65 %; the others rise by less. The order of the rises says more than their size, but by diagonals it
-says nothing of networks of images. The rise of the base is as uncertain as that of the merge. So a
-task is called safe only if the two ranges do not meet: below 1/100 of the base's Q_t by factors.
-Three tasks of eight below a tenth were worse than with the base. Two kinds of precisions are too
-weak for this verdict. Where factors come from fewer examples than a
-layer has inputs, most directions are unknown. Where Q_t of the base is below .01 nats, the model is
-so sure of its data that H_t has vanished, or it has hardly moved. Of MiniLM with 120 texts for 384
-inputs, both hold, and merges were worse by .2 nats than Q_t says.
+65 %; the others rise by less. The order says more than the size, but by diagonals it says nothing
+of MLPs and convolutions. The rise of the base is as uncertain as that of the merge. So a task is
+called safe only if the two ranges do not meet: below 1/100 of the base's Q_t by factors. Three
+tasks of eight below a tenth were worse than with the base. Two kinds of precisions are too weak for
+this verdict. Where factors come from fewer examples than a layer has inputs, most directions are
+unknown. Where Q_t of the base is below .01 nats, the model is so sure of its data that H_t has
+vanished, or it has hardly moved. Of MiniLM with 120 texts for 384 inputs, both hold, and merges
+were worse by .2 nats than Q_t says.
 
 Moments of inputs ("gram") say how far a layer's outputs move, and not how much the loss depends on
 them: they have no unit of the loss. For them, only the share of the base's Q_t is given. Each layer
@@ -85,7 +84,7 @@ class TaskForecast:
         largest_share: the largest share of a tensor or layer: its part of Q_t at the merge over
             that at the base; NaN without a base.
         interference: I_t, in nats for each example; NaN without a base or a unit.
-        cost: √((Q_t + I_t)(Q̄_t + Ī_t)), a second number to order merges by; without a base, I is 0.
+        cost: √((Q_t + I_t)(Q̄_t + Ī_t)), by which merges are ordered; without a base, I is 0.
         has_enough_examples: whether the precision is of as many examples as each layer with factors
             has inputs.
     """
@@ -141,6 +140,11 @@ class MergeForecast:
     """The expected rises of all tasks' losses, in the order of the models."""
 
     tasks: tuple[TaskForecast, ...]
+
+    @property
+    def cost(self) -> float:
+        """The mean of the tasks' costs, by which merges are ordered."""
+        return sum(task.cost for task in self.tasks) / len(self.tasks)
 
     @property
     def note(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,7 @@ def test_interference_and_cost_by_least_squares() -> None:
         assert task.interference == pytest.approx(interference, rel=1e-5)
         cost = math.sqrt((rise + interference) * (mean_rise + mean_interference))
         assert task.cost == pytest.approx(cost, rel=1e-5)
+    assert actual.cost == pytest.approx(sum(task.cost for task in actual.tasks) / 2)
 
 
 def test_what_each_verdict_says() -> None:
@@ -229,6 +231,7 @@ def test_folders_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[s
     _, output, _ = run(capsys, "merge", recipe, "--dry-run")
     assert "Forecast: rise of each task's loss, nats for each example" in output
     assert "uncertain" in output or "safe" in output
+    assert re.search(r"\ncost 0\.\d+: orders merges", output)
     assert not (tmp_path / "out").exists()
 
 
