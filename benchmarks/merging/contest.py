@@ -260,12 +260,14 @@ def main() -> None:
     if set(options.kinds) - TEXTS:
         print()
         print(markdown(summary(table, "accuracy", 1)))
-    further = (
-        defaults(table), counts(table), foretold_summary(foretold), cost_summary(foretold)
-    )  # fmt: skip
-    for each in further:
+    for further in (
+        defaults(table),
+        counts(table),
+        foretold_summary(foretold),
+        cost_summary(foretold),
+    ):
         print()
-        print(markdown(each))
+        print(markdown(further))
 
 
 if __name__ == "__main__":

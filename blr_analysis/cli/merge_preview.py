@@ -24,6 +24,7 @@ OF_GRAM = (
     "gram precisions do not know how the loss depends on these outputs: its share may be larger; "
     "kron precisions predict the loss itself"
 )
+BY_DIAGONALS = "diagonal precisions hardly order merges; kron precisions do"
 
 
 def show_preview(plan: MergePlan, job: Job) -> dict[str, Any]:
@@ -116,6 +117,8 @@ def show_forecast(plan: MergePlan) -> list[dict[str, Any]] | None:
     show_table(title, {name: values for name, values in columns.items() if are_known[name]})
     if are_known["rise"]:
         typer.echo(f"cost {nats(prediction.cost)}: orders merges better than the rises do")
+        if prediction.is_by_diagonals:
+            typer.echo(BY_DIAGONALS)
     else:
         typer.echo(OF_GRAM)
     if prediction.note:

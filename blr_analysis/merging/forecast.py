@@ -147,6 +147,11 @@ class MergeForecast:
         return sum(task.cost for task in self.tasks) / len(self.tasks)
 
     @property
+    def is_by_diagonals(self) -> bool:
+        """Whether a task's precision ignores how weights act together."""
+        return any(task.factor == RANGE_OF_DIAGONALS for task in self.tasks)
+
+    @property
     def note(self) -> str:
         """What the verdicts come from, where the shares do not say it; "" where they do."""
         far = [task.task for task in self.tasks if task.verdict == "too far apart"]

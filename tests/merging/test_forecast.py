@@ -152,6 +152,7 @@ def test_safe_is_where_two_ranges_do_not_meet(structure: str) -> None:
         job = job_of(base, [task.model], [posterior], method="task_arithmetic", scale=1 - left)
         (actual,) = forecast(make_plan(job), progress=False).tasks
         assert actual.share == pytest.approx(left**2, rel=1e-3)
+        assert forecast(make_plan(job), progress=False).is_by_diagonals == (structure == "diag")
         ranges_meet = actual.rise * actual.factor >= actual.base_rise / actual.factor
         assert (actual.verdict == "safe") == (not ranges_meet)
         verdicts.append(actual.verdict)
@@ -232,6 +233,7 @@ def test_folders_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "Forecast: rise of each task's loss, nats for each example" in output
     assert "uncertain" in output or "safe" in output
     assert re.search(r"\ncost 0\.\d+: orders merges", output)
+    assert "diagonal precisions hardly order merges" in output
     assert not (tmp_path / "out").exists()
 
 
