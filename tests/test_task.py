@@ -85,6 +85,17 @@ def tagged(m: Graph, features: Tensor, scale: Tensor) -> SimpleNamespace:
 Pair = namedtuple("Pair", ["inputs", "target"])
 
 
+def test_a_method_of_the_users_dataset_is_not_asked_for_lengths() -> None:
+    class WithLength(Rows):
+        def length(self) -> int:
+            return len(self)
+
+    model = torch.nn.Linear(4, 3)
+    of_rows = blr.fit_laplace(Task(model, Rows()))
+    of_others = blr.fit_laplace(Task(model, WithLength()))
+    assert torch.equal(of_rows.variance("weight"), of_others.variance("weight"))
+
+
 def test_batches_of_every_form_are_run() -> None:
     model = mlp()
     pairs = list(zip(X, Y, strict=True))

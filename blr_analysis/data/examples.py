@@ -120,14 +120,16 @@ class Examples:
 
     def lengths(self, indices: Tensor) -> Tensor | None:
         """How long each of these examples is, such as in tokens; None where the dataset does not
-        tell: by a method ``length`` of an index."""
+        tell: by a method ``length_of_example`` of an index."""
         dataset = self.dataset
         places = indices.tolist()
         while type(dataset) is tud.Subset:
             places = [dataset.indices[place] for place in places]
             dataset = dataset.dataset
-        length = getattr(dataset, "length", None)
-        return torch.tensor([length(place) for place in places]) if callable(length) else None
+        length_of = getattr(dataset, "length_of_example", None)
+        if length_of is None:
+            return None
+        return torch.tensor([length_of(place) for place in places])
 
     def subset(self, indices: Sequence[int]) -> Examples:
         """The examples at these indices, in their order."""

@@ -56,7 +56,7 @@ class Tokens:
     def __getitem__(self, i: int) -> dict[str, Any]:
         return self.rows[i]
 
-    def length(self, i: int) -> int:
+    def length_of_example(self, i: int) -> int:
         """The ids of an example, those of all its inputs and labels together."""
         return sum(len(ids) for ids in self.rows[i].values() if isinstance(ids, Sequence))
 
